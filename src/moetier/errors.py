@@ -1,0 +1,34 @@
+"""The errors that a person caused or can remedy; everything else is a bug and keeps its traceback."""
+
+from __future__ import annotations
+
+
+class MoetierError(Exception):
+    """Something that the user can put right. The text says what was expected, what was found and what to do.
+
+    The command line prints it in one piece and exits with `exit_code`.
+    """
+
+    exit_code = 2
+
+
+class CheckpointError(MoetierError):
+    """A checkpoint cannot be read, or is not one that we can build a store from."""
+
+
+class StoreError(MoetierError):
+    """A store cannot be opened, does not fit its checkpoint, or holds bad bytes."""
+
+
+class SettingsError(MoetierError):
+    """A setting is unknown, malformed, or cannot be met on this machine."""
+
+
+class UnsupportedModelError(MoetierError):
+    """The model needs arithmetic that the contract does not define; serving it would be wrong."""
+
+
+class RecordReadError(StoreError):
+    """A record could not be read from disk with the right checksum, and not healed: the engine must stop."""
+
+    exit_code = 1
