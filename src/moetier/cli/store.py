@@ -1,0 +1,140 @@
+"""`moetier store build|info|verify`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from moetier.store.build import build_store
+from moetier.store.store import Store
+from moetier.store.verify import verify_store
+from moetier.store.work import Progress as Step
+from moetier.store.work import Report
+
+app = typer.Typer(help="Build and check expert stores.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads to use (default: the CPUs allowed, at most 8).")]
+StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="A store's folder.")]
+
+
+@app.command()
+def build(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of config.json and *.safetensors.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; an interrupted build resumes.")],
+    slices: Annotated[
+        int, typer.Option(min=1, help="Cut each expert in this many slices (for tensor parallelism).")
+    ] = 1,
+    check: Annotated[
+        int, typer.Option(min=0, help="Compare this many random experts a layer with the checkpoint.")
+    ] = 0,
+    deep: Annotated[bool, typer.Option("--deep", help="Also record a hash of the checkpoint's whole content.")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Build the store of a checkpoint's routed experts."""
+    with _progress() as step:
+        report = build_store(checkpoint, out, slices=slices, check=check, deep=deep, threads=threads, progress=step)
+    if as_json:
+        _print_json(asdict(report))
+        return
+    what = "was there already, nothing rebuilt" if report.already_complete else f"built in {report.seconds:.1f} s"
+    rows = {
+        "store": f"{report.store} ({what})",
+        "records": f"{report.layers} layers x {report.experts} experts of {report.record_stride:,} bytes",
+        "bytes": f"{report.bytes:,}",
+        "source": report.source_format + (" (requantized to MXFP4: lossy)" if report.requantized else ""),
+        "layers built / resumed": f"{report.layers_built} / {report.layers_resumed}",
+        "experts checked": str(report.experts_checked),
+        "checkpoint identity": report.identity,
+    }
+    _print_rows(rows)
+
+
+@app.command()
+def info(store: StorePath, as_json: Json = False) -> None:
+    """Say what a store holds."""
+    with Store.open(store) as opened:
+        manifest = opened.manifest
+    records = len(manifest.layers) * manifest.geometry.experts
+    size = records * manifest.record_stride
+    if as_json:
+        _print_json({"store": str(store), "records": records, "bytes": size, **manifest.model_dump(mode="json")})
+        return
+    geometry, family = manifest.geometry, manifest.family
+    requantized = " (requantized to MXFP4: lossy)" if manifest.checkpoint.requantized else ""
+    _print_rows(
+        {
+            "store": f"{store} (format {manifest.format}, {manifest.contract}, {manifest.layout})",
+            "model type": manifest.checkpoint.model_type,
+            "geometry": f"hidden {geometry.hidden}, intermediate {geometry.intermediate}, "
+            f"{geometry.experts} experts, top-{geometry.top_k}, slices {manifest.slices}",
+            "family": f"SwiGLU limit {family.swiglu_limit or 'none'}, route weight "
+            f"{'before' if family.route_weight_before_down else 'after'} the down projection",
+            "layers": ", ".join(str(layer.number) for layer in manifest.layers),
+            "records": f"{records:,} of {manifest.record_stride:,} bytes",
+            "bytes": f"{size:,}",
+            "source": manifest.checkpoint.source_format + requantized,
+            "checkpoint identity": manifest.checkpoint.identity,
+            "built by": f"moetier {manifest.tool_version}",
+        }
+    )
+
+
+@app.command()
+def verify(store: StorePath, threads: Threads = None, as_json: Json = False) -> None:
+    """Check every checksum of a store; exit 1 if a record is bad."""
+    with _progress() as step:
+        report = verify_store(store, threads=threads, progress=step)
+    if as_json:
+        _print_json(asdict(report))
+    else:
+        for bad in report.bad:
+            Console(stderr=True, soft_wrap=True).print(bad.reason, markup=False, highlight=False)
+        _print_rows(
+            {
+                "store": report.store,
+                "records": f"{report.records:,} in {report.layers} layers",
+                "bytes": f"{report.bytes:,} read in {report.seconds:.1f} s",
+                "bad records": str(len(report.bad)),
+            }
+        )
+    if report.bad:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A progress bar on stderr."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def step(at: Step) -> None:
+            if at.stage not in tasks:
+                tasks[at.stage] = bars.add_task(f"{at.stage} records", total=at.total)
+            bars.update(tasks[at.stage], completed=at.done)
+
+        yield step
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value))
+
+
+def _print_rows(rows: dict[str, str]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table, markup=False)

@@ -1,0 +1,332 @@
+"""Build a store from a checkpoint: killed at any moment it leaves nothing that opens, and resumes at the last whole layer.
+
+Everything is written to OUT.partial. A layer is whole once its checksum file exists, which is written after the records
+are on the disk; store.json comes last; then the folder gets its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetier import __version__
+from moetier.errors import CheckpointError, StoreError
+from moetier.formats import ExpertMatrices, RecordLayout
+from moetier.store import manifest as fmt
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
+from moetier.store.manifest import Manifest
+from moetier.store.store import Store, checksum
+from moetier.store.work import Meter, Report, default_threads, for_each
+
+PARTIAL = ".partial"
+PLAN = "build.json"
+LOCK = "build.lock"
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did. bytes counts the record files; seconds is wall time."""
+
+    store: str
+    checkpoint: str
+    identity: str
+    source_format: str
+    requantized: bool
+    slices: int
+    layers: int
+    experts: int
+    record_stride: int
+    bytes: int
+    layers_built: int
+    layers_resumed: int
+    experts_checked: int
+    already_complete: bool
+    seconds: float
+
+
+def build_store(
+    checkpoint_path: str | Path,
+    out_path: str | Path,
+    *,
+    slices: int = 1,
+    check: int = 0,
+    deep: bool = False,
+    threads: int | None = None,
+    progress: Report | None = None,
+) -> BuildReport:
+    """Build the store of a checkpoint's routed experts at `out_path`, or find that it is there already.
+
+    slices cuts each expert for tensor parallelism. check re-reads that many random experts of each layer and compares
+    every value with the checkpoint before the store gets its name. deep also records the hash of the checkpoint's
+    content. Memory: two records a thread and what the headers need.
+    """
+    start = time.monotonic()
+    checkpoint = Checkpoint.open(checkpoint_path)
+    build = _Build(checkpoint, Path(out_path).absolute(), slices, deep, threads or default_threads())
+    existing = build.existing()
+    if existing is None:
+        with locked_folder(build.partial, LOCK):
+            existing = build.existing()  # another process may have finished it while we waited for the lock
+            if existing is None:
+                return replace(build.run(check, progress), seconds=time.monotonic() - start)
+            build.clean(build.partial)
+    return replace(build.report(0, 0, 0, already_complete=True), seconds=time.monotonic() - start)
+
+
+class _Build:
+    """One build: what is built from what, and the steps of it."""
+
+    def __init__(self, checkpoint: Checkpoint, out: Path, slices: int, deep: bool, threads: int) -> None:
+        self.checkpoint = checkpoint
+        self.out = out
+        self.partial = out.with_name(out.name + PARTIAL)
+        self.geometry = replace(checkpoint.geometry, slices=slices)
+        self.layout = RecordLayout.of(self.geometry)
+        self.identity = checkpoint.identity()
+        self.deep = deep
+        self.threads = threads
+        self.layer_bytes = self.geometry.experts * self.layout.stride
+        self._local = threading.local()
+
+    def existing(self) -> Manifest | None:
+        """The manifest of a whole store at OUT that is the one to build; None if OUT is free; else StoreError."""
+        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
+            return None
+        remedy = "choose another OUT, or remove that folder yourself"
+        if not (self.out / fmt.FILE).exists():
+            raise StoreError(f"{self.out} exists and is no store: expected a free name; {remedy}")
+        with Store.open(self.out) as store:
+            found = store.manifest
+        for what, wanted, have in (
+            ("checkpoint identity", self.identity, found.checkpoint.identity),
+            ("slices", self.geometry.slices, found.slices),
+        ):
+            if wanted != have:
+                raise StoreError(
+                    f"{self.out} is the store of another build: expected {what} {wanted}, found {have}; {remedy}"
+                )
+        return found
+
+    def run(self, check: int, progress: Report | None) -> BuildReport:
+        """Build what is missing, check, write store.json and give the folder its name. The lock is held."""
+        layers = range(len(self.checkpoint.moe_layers))
+        self._write_plan()
+        missing = [layer for layer in layers if not self._is_whole(layer)]
+        self._check_space(missing)
+        with ThreadPoolExecutor(self.threads, "moetier-build") as pool:
+            meter = Meter("build", len(layers) * self.geometry.experts, progress)
+            meter.add((len(layers) - len(missing)) * self.geometry.experts)
+            for layer in missing:
+                self._build_layer(layer, pool, meter)
+            checked = self._check(check, pool, progress)
+        self._check_source_unchanged()
+        with store_errors(f"{self.partial / fmt.FILE} cannot be written"):
+            write_durably(self.partial / fmt.FILE, self._manifest().to_json())
+        with store_errors(f"{self.partial} cannot be renamed to {self.out}"):
+            self.partial.rename(self.out)
+            sync_folder(self.out.parent)
+            self.clean(self.out)
+        return self.report(len(missing), len(layers) - len(missing), checked)
+
+    def clean(self, folder: Path) -> None:
+        """Remove what only a build needs; the folder too if nothing is left in it."""
+        for name in (PLAN, LOCK):
+            (folder / name).unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+    def report(self, built: int, resumed: int, checked: int, *, already_complete: bool = False) -> BuildReport:
+        layers = len(self.checkpoint.moe_layers)
+        return BuildReport(
+            store=str(self.out),
+            checkpoint=str(self.checkpoint.path),
+            identity=self.identity,
+            source_format=self.checkpoint.source_format,
+            requantized=self.checkpoint.requantized,
+            slices=self.geometry.slices,
+            layers=layers,
+            experts=self.geometry.experts,
+            record_stride=self.layout.stride,
+            bytes=layers * self.layer_bytes,
+            layers_built=built,
+            layers_resumed=resumed,
+            experts_checked=checked,
+            already_complete=already_complete,
+            seconds=0.0,
+        )
+
+    def _records(self, layer: int) -> Path:
+        return self.partial / f"layer-{self.checkpoint.moe_layers[layer].number:05d}.records"
+
+    def _sums(self, layer: int) -> Path:
+        return self._records(layer).with_suffix(".sums")
+
+    def _write_plan(self) -> None:
+        """Say what OUT.partial is being built from, or check that what lies there is of the same build."""
+        plan = {
+            "format": fmt.FORMAT,
+            "contract": fmt.CONTRACT,
+            "layout": fmt.LAYOUT,
+            "slices": self.geometry.slices,
+            "record_stride": self.layout.stride,
+            "identity": self.identity,
+        }
+        path = self.partial / PLAN
+        if not path.exists():
+            with store_errors(f"{path} cannot be written"):
+                write_durably(path, json.dumps(plan).encode())
+            return
+        with store_errors(f"{path} cannot be read"):
+            raw = path.read_bytes()
+        try:
+            found = json.loads(raw)
+        except ValueError:
+            found = None
+        if found != plan:
+            raise StoreError(
+                f"{self.partial} is the rest of another build: expected {plan}, found {found}; "
+                "remove that folder, or build into another OUT"
+            )
+
+    def _is_whole(self, layer: int) -> bool:
+        try:
+            return (
+                self._records(layer).stat().st_size == self.layer_bytes
+                and self._sums(layer).stat().st_size == 8 * self.geometry.experts
+            )
+        except FileNotFoundError:
+            return False
+
+    def _check_space(self, missing: list[int]) -> None:
+        with store_errors(f"{self.partial} cannot be read"):
+            status = os.statvfs(self.partial)
+            begun = sum(p.stat().st_blocks * 512 for p in map(self._records, missing) if p.exists())
+        free = status.f_bavail * status.f_frsize
+        need = len(missing) * (self.layer_bytes + 8 * self.geometry.experts) - begun
+        if need > free:
+            raise StoreError(
+                f"{self.out} needs {need / 1e9:.3f} GB more, found {free / 1e9:.3f} GB free on its file system; "
+                "free some space or choose another OUT (layers that are done stay)"
+            )
+
+    def _build_layer(self, layer: int, pool: ThreadPoolExecutor, meter: Meter) -> None:
+        path = self._records(layer)
+        sums = np.zeros(self.geometry.experts, np.uint64)
+        with store_errors(f"{path} cannot be written"):
+            self._sums(layer).unlink(missing_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(fd, 0, self.layer_bytes)
+
+                def job(expert: int) -> None:
+                    record = self._buffer()
+                    self.layout.pack(self.checkpoint.read_expert(layer, expert), record)
+                    sums[expert] = checksum(record)
+                    write_all(fd, record.data, expert * self.layout.stride)
+
+                for_each(pool, range(self.geometry.experts), job, meter)
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+            write_durably(self._sums(layer), sums.astype("<u8").tobytes())
+
+    def _buffer(self) -> NDArray[np.uint8]:
+        """The calling thread's room for one record."""
+        if not hasattr(self._local, "record"):
+            self._local.record = np.empty(self.layout.stride, np.uint8)
+        record: NDArray[np.uint8] = self._local.record
+        return record
+
+    def _check(self, count: int, pool: ThreadPoolExecutor, progress: Report | None) -> int:
+        """Compare `count` random experts of every layer, as they lie on the disk, with the checkpoint."""
+        experts = self.geometry.experts
+        count = min(count, experts)
+        layers = range(len(self.checkpoint.moe_layers))
+        chosen = [layer * experts + expert for layer in layers for expert in random.sample(range(experts), count)]
+        if not chosen:
+            return 0
+        with Store(self.partial, self._manifest()) as store:
+
+            def job(item: int) -> None:
+                layer, expert = divmod(item, experts)
+                record = self._buffer()
+                store.read_record(layer, expert, record)
+                difference = first_difference(self.layout.unpack(record), self.checkpoint.read_expert(layer, expert))
+                if difference is not None:
+                    raise StoreError(
+                        f"layer {self.checkpoint.moe_layers[layer].number}, expert {expert}: the store's {difference} "
+                        f"differs from the checkpoint's; remove {self._sums(layer)} and run the command again"
+                    )
+
+            for_each(pool, chosen, job, Meter("check", len(chosen), progress))
+        return len(chosen)
+
+    def _check_source_unchanged(self) -> None:
+        if Checkpoint.open(self.checkpoint.path).identity() != self.identity:
+            raise CheckpointError(
+                f"{self.checkpoint.path} was changed during the build; remove {self.partial} and run the command again"
+            )
+
+    def _manifest(self) -> Manifest:
+        checkpoint, geometry = self.checkpoint, self.geometry
+        return Manifest(
+            contract=fmt.CONTRACT,
+            layout=fmt.LAYOUT,
+            slices=geometry.slices,
+            geometry=fmt.GeometryEntry(
+                hidden=geometry.hidden,
+                intermediate=geometry.intermediate,
+                experts=geometry.experts,
+                top_k=geometry.top_k,
+            ),
+            family=fmt.FamilyEntry(
+                swiglu_limit=checkpoint.family.swiglu_limit,
+                route_weight_before_down=checkpoint.family.route_weight_before_down,
+            ),
+            checkpoint=fmt.CheckpointEntry(
+                identity=self.identity,
+                content=checkpoint.identity(deep=True) if self.deep else None,
+                model_type=checkpoint.model_type,
+                source_format=checkpoint.source_format,
+                requantized=checkpoint.requantized,
+            ),
+            record_stride=self.layout.stride,
+            checksum=fmt.CHECKSUM,
+            layers=tuple(self._entry(layer) for layer in range(len(checkpoint.moe_layers))),
+            tool_version=__version__,
+        )
+
+    def _entry(self, layer: int) -> fmt.LayerEntry:
+        moe = self.checkpoint.moe_layers[layer]
+        with store_errors(f"{self._sums(layer)} cannot be read"):
+            sums = self._sums(layer).read_bytes()
+        return fmt.LayerEntry(
+            number=moe.number,
+            name=moe.name,
+            source=self.checkpoint.sources[layer].format,
+            records=self._records(layer).name,
+            sums=self._sums(layer).name,
+            sums_sha256=hashlib.sha256(sums).hexdigest(),
+        )
+
+
+def first_difference(found: ExpertMatrices, wanted: ExpertMatrices) -> str | None:
+    """Name and place of the first code or scale that differs, None if all are equal."""
+    for matrix in ("gate", "up", "down"):
+        for part in ("codes", "scales"):
+            differ = np.argwhere(getattr(getattr(found, matrix), part) != getattr(getattr(wanted, matrix), part))
+            if differ.size:
+                return f"{matrix} {part} at {differ[0].tolist()} ({len(differ)} in all)"
+    return None

@@ -1,0 +1,131 @@
+"""A checkpoint folder as the store's builder sees it: config, headers and the routed experts, one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetier.errors import CheckpointError
+from moetier.formats import ExpertMatrices, Family, LayerGeometry
+from moetier.store import config as keys
+from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
+from moetier.store.shards import Shards, Tensor, read_json
+from moetier.store.sources import LayerSource, open_layer
+
+__all__ = ["Checkpoint", "MoeLayer", "is_expert_tensor"]
+
+HASH_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint. Only headers were read; every routed expert's tensors have the right dtype and shape."""
+
+    path: Path
+    config: dict[str, Any]
+    shards: Shards
+    moe_layers: tuple[MoeLayer, ...]
+    """Layers with routed experts by number; the draft layers (MTP) come last."""
+    sources: tuple[LayerSource, ...]
+    """Reader of each of `moe_layers`."""
+    geometry: LayerGeometry
+    family: Family
+    config_bytes: bytes
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Open a folder of config.json and safetensors files; CheckpointError where anything is not as it must be."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}: expected a checkpoint folder, found {'a file' if folder.exists() else 'nothing'}"
+            )
+        config, raw = read_json(folder / "config.json")
+        shards = Shards.open(folder)
+        text = keys.text_config(config)
+        layers = tuple(find_layers(shards.tensors, keys.size(text, keys.LAYERS) or 0))
+        if not layers:
+            raise CheckpointError(
+                f"{folder} (model type {keys.model_type(config) or 'unknown'}) has no routed experts: expected tensors "
+                f"such as model.layers.N.mlp.experts.E.gate_proj.weight, found {min(shards.tensors, default='none')} "
+                "and others; moetier serves Mixture-of-Experts models, use vLLM as it is for this one"
+            )
+        experts = keys.required(text, keys.EXPERTS)
+        sources = tuple(open_layer(shards, layer, experts, config) for layer in layers)
+        _check_expert_count(shards, layers, experts)
+        geometry = _geometry(text, sources, experts)
+        return cls(folder, config, shards, layers, sources, geometry, keys.family(config), raw)
+
+    @property
+    def model_type(self) -> str:
+        return keys.model_type(self.config)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name: file, dtype, shape and byte range."""
+        return self.shards.tensors
+
+    @property
+    def requantized(self) -> bool:
+        """Whether any layer's values change on the way to MXFP4."""
+        return any(source.requantized for source in self.sources)
+
+    @property
+    def source_format(self) -> str:
+        """Number formats of the experts, such as "mxfp4"; several are joined by +."""
+        return "+".join(sorted({source.format for source in self.sources}))
+
+    def read_expert(self, layer: int, expert: int) -> ExpertMatrices:
+        """The matrices of one expert; layer is an index into `moe_layers`. Reads only this expert's bytes."""
+        return self.sources[layer].read(expert)
+
+    def identity(self, *, deep: bool = False) -> str:
+        """sha256 (hex) over config.json, the index and every shard's name, size and header; deep: also its content."""
+        digest = hashlib.sha256(b"moetier checkpoint 1")
+        parts = [self.config_bytes, self.shards.index]
+        parts += [f"{s.path.name} {s.size} {s.header_sha256}".encode() for s in self.shards.shards]
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        if deep:
+            digest.update(b"content")
+            for shard in self.shards.shards:
+                _hash_file(shard.path, digest)
+        return digest.hexdigest()
+
+
+def _hash_file(path: Path, digest: hashlib._Hash) -> None:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(HASH_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
+
+
+def _check_expert_count(shards: Shards, layers: tuple[MoeLayer, ...], experts: int) -> None:
+    """No layer may hold more experts than config.json says: they would be left out in silence."""
+    for layer in layers:
+        beyond = f"{layer.name}.{experts}."
+        extra = next((name for name in shards.tensors if name.startswith(beyond)), None)
+        if extra is not None:
+            raise CheckpointError(
+                f"layer {layer.number}: config.json says {experts} experts, but there is tensor {extra}; "
+                "config.json does not belong to these weights"
+            )
+
+
+def _geometry(config: dict[str, Any], sources: tuple[LayerSource, ...], experts: int) -> LayerGeometry:
+    """One geometry for every layer, the tensors' shapes against config.json's sizes."""
+    first = sources[0]
+    expected = (keys.size(config, keys.HIDDEN) or first.hidden, keys.size(config, keys.INTERMEDIATE))
+    for source in sources:
+        found = (source.hidden, source.intermediate)
+        wanted = (expected[0], expected[1] or first.intermediate)
+        if found != wanted:
+            raise CheckpointError(
+                f"layer {source.layer.number} ({source.layer.name}): expected experts of hidden size {wanted[0]} and "
+                f"intermediate size {wanted[1]} by config.json, found {found[0]} and {found[1]} in its tensors"
+            )
+    return LayerGeometry(first.hidden, first.intermediate, experts, keys.required(config, keys.TOP_K))

@@ -1,0 +1,103 @@
+"""Files that survive a crash: written aside, fsynced, renamed; and the lock that keeps two builds apart."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moetier.errors import StoreError
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space and run the same command again, it resumes",
+    errno.EDQUOT: "raise the quota or free some space and run the same command again, it resumes",
+    errno.EFBIG: "raise the limit on the size of files and run the same command again, it resumes",
+    errno.EROFS: "choose a folder on a file system that can be written",
+    errno.EACCES: "choose a folder that you may write to",
+    errno.EPERM: "choose a folder that you may write to",
+    errno.EIO: "the disk reports an error: check it, then run the same command again, it resumes",
+}
+
+
+@contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Turn an OSError into one StoreError: `what` could not be done, why, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or errno.EIO
+        remedy = _REMEDIES.get(number, "check the folder and run the same command again, it resumes")
+        raise StoreError(f"{what}: {os.strerror(number)}; {remedy}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`; a disk that fills up in between raises OSError."""
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Create or replace a file so that after a crash it is there whole or not at all."""
+    aside = path.with_name(path.name + ".tmp")
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(fd, memoryview(data), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    aside.rename(path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def locked_folder(folder: Path, lock_name: str) -> Iterator[None]:
+    """Create `folder` if need be and hold its lock file; StoreError where another process holds it.
+
+    The folder may be renamed by the holder while we wait to open it: the lock counts only if the path still leads to
+    the file that we locked.
+    """
+    while True:
+        with store_errors(f"{folder} cannot be made"):
+            folder.mkdir(parents=True, exist_ok=True)
+        path = folder / lock_name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            with store_errors(f"{path} cannot be written"):
+                raise error
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StoreError(
+                    f"{folder} is being built by another process; wait until it is done, then run the command again"
+                ) from error
+            if _same_file(fd, path):
+                yield
+                return
+        finally:
+            os.close(fd)
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    held = os.fstat(fd)
+    return (held.st_dev, held.st_ino) == (found.st_dev, found.st_ino)

@@ -1,0 +1,145 @@
+"""store.json, format 1: everything that a reader must know of a store, typed and sealed with a hash of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moetier.errors import MoetierError, StoreError
+from moetier.formats import Family, LayerGeometry
+
+FORMAT = 1
+CONTRACT = "int8x"
+LAYOUT = "tile16"
+CHECKSUM = "xxh3_64"
+FILE = "store.json"
+MAX_BYTES = 16 << 20
+"""More than any store.json can need; a larger file is not one."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class GeometryEntry(_Model):
+    """Sizes shared by all layers; hidden and intermediate are those of a whole expert."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+
+class FamilyEntry(_Model):
+    """What the model family does differently inside an expert."""
+
+    swiglu_limit: float | None
+    route_weight_before_down: bool
+
+
+class LayerEntry(_Model):
+    """One MoE layer: its number and name in the checkpoint, and its files in the store's folder."""
+
+    number: int = Field(ge=0)
+    name: str
+    source: str
+    """Number format of its experts in the checkpoint."""
+    records: str = Field(pattern=r"^layer-\d{5}\.records$")
+    sums: str = Field(pattern=r"^layer-\d{5}\.sums$")
+    sums_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class CheckpointEntry(_Model):
+    """The checkpoint that the store was built from."""
+
+    identity: str = Field(pattern=r"^[0-9a-f]{64}$")
+    content: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Identity with the hash of all content, where the build was asked for it."""
+    model_type: str
+    source_format: str
+    requantized: bool
+
+
+class Manifest(_Model):
+    """The content of store.json. All sizes in bytes."""
+
+    format: Literal[1] = 1
+    contract: str
+    layout: str
+    slices: int
+    geometry: GeometryEntry
+    family: FamilyEntry
+    checkpoint: CheckpointEntry
+    record_stride: int
+    checksum: str
+    layers: tuple[LayerEntry, ...] = Field(min_length=1)
+    tool_version: str
+
+    @property
+    def layer_geometry(self) -> LayerGeometry:
+        g = self.geometry
+        return LayerGeometry(g.hidden, g.intermediate, g.experts, g.top_k, self.slices)
+
+    @property
+    def layer_family(self) -> Family:
+        return Family(self.family.swiglu_limit, self.family.route_weight_before_down)
+
+    def to_json(self) -> bytes:
+        """The text of store.json; its last key is the sha256 of the others."""
+        body = self.model_dump(mode="json")
+        return (json.dumps({**body, "seal": _seal(body)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read and check the store.json of a store's folder."""
+        path = folder / FILE
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise StoreError(f"{path}: expected at most {MAX_BYTES} bytes; {_REBUILD}")
+            body = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{folder} is no store: expected {FILE} in it, found none; "
+                "make it with `moetier store build CHECKPOINT OUT` (one that was interrupted resumes)"
+            ) from error
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"{path}: expected JSON, found {error}; {_REBUILD}") from error
+        return cls._checked(body, path)
+
+    @classmethod
+    def _checked(cls, body: object, path: Path) -> Manifest:
+        if not isinstance(body, dict):
+            raise StoreError(f"{path}: expected a JSON object, found {type(body).__name__}; {_REBUILD}")
+        for key, known in (("format", FORMAT), ("contract", CONTRACT), ("layout", LAYOUT), ("checksum", CHECKSUM)):
+            if body.get(key) != known:
+                raise StoreError(
+                    f"{path}: expected {key} {known!r}, which this version reads, found {body.get(key)!r}; "
+                    "build the store again with this version"
+                )
+        seal = body.pop("seal", None)
+        if seal != _seal(body):
+            raise StoreError(f"{path} was changed after the build: its seal does not fit; {_REBUILD}")
+        try:
+            manifest = cls.model_validate_json(json.dumps(body))
+            _ = manifest.layer_geometry
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise StoreError(f"{path}: {where or 'store.json'}: {first['msg']}; {_REBUILD}") from error
+        except MoetierError as error:
+            raise StoreError(f"{path}: {error}; {_REBUILD}") from error
+        return manifest
+
+
+_REBUILD = "build the store again with `moetier store build CHECKPOINT OUT`"
+
+
+def _seal(body: dict[str, object]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,76 @@
+"""How checkpoints spell the tensors of routed experts: tables, so that a new model is a line and not code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moetier.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class LayerSpelling:
+    """Name of a layer's experts; `{layer}` stands for a number. drafts: it counts on from the last hidden layer."""
+
+    template: str
+    drafts: bool = False
+
+
+LAYERS = (
+    LayerSpelling("model.layers.{layer}.mlp.experts"),  # DeepSeek V2/V3, GLM, Kimi, Qwen
+    LayerSpelling("layers.{layer}.ffn.experts"),  # DeepSeek V4
+    LayerSpelling("mtp.{layer}.ffn.experts", drafts=True),  # DeepSeek V4
+    LayerSpelling("model.layers.{layer}.ffn.experts"),
+    LayerSpelling("model.layers.{layer}.block_sparse_moe.experts"),  # Mixtral, MiniMax
+    LayerSpelling("model.language_model.layers.{layer}.mlp.experts"),  # multimodal Qwen, GLM
+    LayerSpelling("language_model.model.layers.{layer}.mlp.experts"),  # multimodal Kimi
+    LayerSpelling("mtp.layers.{layer}.mlp.experts", drafts=True),  # Qwen3-Next
+)
+
+MATRICES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Spellings of (gate, up, down) of one expert."""
+
+FUSED = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")
+"""Matrices of all experts in one tensor, [experts, ...]."""
+
+
+def _pattern(spelling: LayerSpelling) -> str:
+    return re.escape(spelling.template).replace(r"\{layer\}", r"(\d{1,4})")
+
+
+_MEMBER = rf"(?:\d{{1,5}}\.(?:{'|'.join(m for triple in MATRICES for m in triple)})\.|(?:{'|'.join(FUSED)})(?=[._]|$))"
+_PATTERNS = [(spelling, re.compile(rf"({_pattern(spelling)})\.{_MEMBER}")) for spelling in LAYERS]
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A layer with routed experts: its number in the checkpoint and the name before `.E.` of its tensors."""
+
+    number: int
+    name: str
+
+
+def is_expert_tensor(name: str) -> bool:
+    """Whether the tensor belongs to a routed expert, so that it lies in the store. Shared experts do not."""
+    return ".experts." in name and any(pattern.match(name) for _, pattern in _PATTERNS)
+
+
+def find_layers(names: Iterable[str], hidden_layers: int) -> list[MoeLayer]:
+    """Layers that have routed experts, by number; draft layers (MTP) count on from `hidden_layers`."""
+    found: dict[int, str] = {}
+    for name in names:
+        if ".experts." not in name:
+            continue
+        for spelling, pattern in _PATTERNS:
+            match = pattern.match(name)
+            if match is None:
+                continue
+            number = int(match[2]) + (hidden_layers if spelling.drafts else 0)
+            if found.setdefault(number, match[1]) != match[1]:
+                raise CheckpointError(
+                    f"layer {number} has experts under two names, {found[number]} and {match[1]}; "
+                    "the folder mixes two checkpoints"
+                )
+            break
+    return [MoeLayer(number, found[number]) for number in sorted(found)]

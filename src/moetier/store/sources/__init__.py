@@ -1,0 +1,27 @@
+"""Number formats and layouts of experts that a store can be built from; the first that matches a layer is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moetier.errors import CheckpointError
+from moetier.store.names import MoeLayer
+from moetier.store.shards import Shards
+from moetier.store.sources.base import LayerSource
+from moetier.store.sources.mxfp4 import Mxfp4Source
+
+SOURCES: tuple[type[LayerSource], ...] = (Mxfp4Source,)
+
+__all__ = ["SOURCES", "LayerSource", "open_layer"]
+
+
+def open_layer(shards: Shards, layer: MoeLayer, experts: int, config: dict[str, Any]) -> LayerSource:
+    """The source that reads the layer; every tensor of it was checked."""
+    for source in SOURCES:
+        if source.matches(shards, layer):
+            return source(shards, layer, experts, config)
+    sample = [t for name, t in sorted(shards.tensors.items()) if name.startswith(layer.name + ".")][:6]
+    raise CheckpointError(
+        f"layer {layer.number} of {shards.folder}: expected experts as {' or '.join(s.format for s in SOURCES)}, found "
+        + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in sample)
+    )

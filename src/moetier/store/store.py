@@ -1,0 +1,163 @@
+"""A built store, opened for reading: one file of records per MoE layer, each record with its checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from moetier.errors import RecordReadError, StoreError
+from moetier.formats import RecordLayout
+from moetier.store.manifest import Manifest
+from moetier.store.shards import pread_into
+
+
+def checksum(record: NDArray[np.uint8]) -> int:
+    """xxh3_64 of a record, its padding included."""
+    return xxhash.xxh3_64_intdigest(record.data)
+
+
+class Store:
+    """An opened store. Layers are counted by their index in the manifest, not by the checkpoint's layer number.
+
+    Reads may come from several threads. `close` (or leaving a `with` block) closes its files.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.layout = RecordLayout.of(manifest.layer_geometry)
+        self._index = {layer.number: index for index, layer in enumerate(manifest.layers)}
+        self._sums = [self._read_sums(index) for index in range(len(manifest.layers))]
+        self._files: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: str | Path, checkpoint_identity: str | None = None) -> Store:
+        """Open a store; StoreError where its format, sizes or checkpoint are not the expected ones.
+
+        checkpoint_identity is that of the checkpoint which will be served (`Checkpoint.identity()`).
+        """
+        folder = Path(path)
+        manifest = Manifest.read(folder)
+        found = manifest.checkpoint.identity
+        if checkpoint_identity is not None and checkpoint_identity != found:
+            raise StoreError(
+                f"{folder} was built from another checkpoint: expected identity {checkpoint_identity}, found {found}; "
+                f"build one for this checkpoint with `moetier store build CHECKPOINT OUT` into another folder"
+            )
+        store = cls(folder, manifest)
+        store._check_sizes()
+        return store
+
+    def layer_index(self, checkpoint_layer: int) -> int:
+        """Index of the layer that has this number in the checkpoint."""
+        try:
+            return self._index[checkpoint_layer]
+        except KeyError:
+            raise StoreError(
+                f"{self.path} has no experts of layer {checkpoint_layer}, only of {sorted(self._index)}; "
+                "the store does not belong to this model"
+            ) from None
+
+    def record_file(self, layer: int) -> Path:
+        """File of a layer's records: record e lies at `offset(e)`."""
+        return self.path / self.manifest.layers[layer].records
+
+    def offset(self, expert: int) -> int:
+        """Byte at which an expert's record starts in its layer's file."""
+        return expert * self.manifest.record_stride
+
+    def checksums(self, layer: int) -> NDArray[np.uint64]:
+        """xxh3_64 of each record of a layer, uint64 [experts]."""
+        return self._sums[layer]
+
+    def read_record(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
+        """Read one record into `out`, contiguous uint8 [record stride], and verify its checksum.
+
+        Bytes that fail are read from the disk once more, past the page cache; then it is a RecordReadError.
+        """
+        found = self._read_once(layer, expert, out)
+        if found is not None:
+            os.posix_fadvise(self._file(layer), self.offset(expert), out.size, os.POSIX_FADV_DONTNEED)
+            found = self._read_once(layer, expert, out)
+        if found is not None:
+            raise RecordReadError(
+                f"record of layer {self.manifest.layers[layer].number}, expert {expert} in {self.record_file(layer)}: "
+                f"expected checksum {int(self._sums[layer][expert]):016x}, found {found}; the disk returned other "
+                "bytes than were written: check the disk, then build the store again into another folder"
+            )
+
+    def close(self) -> None:
+        """Close the record files; a later read opens them again."""
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_once(self, layer: int, expert: int, out: NDArray[np.uint8]) -> str | None:
+        """None if the record is right, else what was found in its place."""
+        if out.size != self.manifest.record_stride:
+            raise ValueError(f"a record has {self.manifest.record_stride} bytes, the buffer {out.size}")
+        try:
+            done = pread_into(self._file(layer), out, self.offset(expert))
+        except OSError as error:
+            return f"no bytes ({error.strerror})"
+        if done != out.size:
+            return f"only {done} of {out.size} bytes"
+        found = checksum(out)
+        return None if found == int(self._sums[layer][expert]) else f"{found:016x}"
+
+    def _file(self, layer: int) -> int:
+        with self._lock:
+            if layer not in self._files:
+                self._files[layer] = os.open(self.record_file(layer), os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[layer]
+
+    def _read_sums(self, index: int) -> NDArray[np.uint64]:
+        entry = self.manifest.layers[index]
+        try:
+            raw = (self.path / entry.sums).read_bytes()
+        except OSError as error:
+            raise StoreError(
+                f"{self.path / entry.sums} cannot be read: {error.strerror}; build the store again"
+            ) from error
+        digest = hashlib.sha256(raw).hexdigest()
+        if digest != entry.sums_sha256 or len(raw) != 8 * self.manifest.geometry.experts:
+            raise StoreError(
+                f"{self.path / entry.sums}: expected {8 * self.manifest.geometry.experts} bytes with sha256 "
+                f"{entry.sums_sha256}, found {len(raw)} with {digest}; build the store again into another folder"
+            )
+        return np.frombuffer(raw, "<u8").astype(np.uint64, copy=False)
+
+    def _check_sizes(self) -> None:
+        manifest, layout = self.manifest, self.layout
+        if manifest.record_stride != layout.stride:
+            raise StoreError(
+                f"{self.path}: expected records of {layout.stride} bytes for its geometry, found "
+                f"{manifest.record_stride}; build the store again with this version"
+            )
+        if len(self._index) != len(manifest.layers):
+            raise StoreError(f"{self.path}: store.json has a layer number twice; build the store again")
+        expected = manifest.geometry.experts * layout.stride
+        for index in range(len(manifest.layers)):
+            path = self.record_file(index)
+            size = path.stat().st_size if path.is_file() else None
+            if size != expected:
+                raise StoreError(
+                    f"{path}: expected {expected} bytes ({manifest.geometry.experts} records), found "
+                    f"{'no file' if size is None else size}; build the store again into another folder"
+                )

@@ -1,0 +1,81 @@
+"""Check every checksum of a store."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moetier.errors import RecordReadError
+from moetier.store.store import Store
+from moetier.store.work import Meter, Report, default_threads, for_each
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record whose bytes are not those that were written. layer is the checkpoint's number."""
+
+    layer: int
+    expert: int
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification found. bytes counts the records that were read; seconds is wall time."""
+
+    store: str
+    layers: int
+    records: int
+    bytes: int
+    bad: tuple[BadRecord, ...]
+    seconds: float
+
+
+def verify_store(path: str | Path, *, threads: int | None = None, progress: Report | None = None) -> VerifyReport:
+    """Read every record from the disk and compare its checksum. Bad records are listed, not raised."""
+    start = time.monotonic()
+    bad: list[BadRecord] = []
+    local = threading.local()
+    with Store.open(path) as store, ThreadPoolExecutor(threads or default_threads(), "moetier-verify") as pool:
+        manifest = store.manifest
+        experts = manifest.geometry.experts
+        records = len(manifest.layers) * experts
+        for layer in range(len(manifest.layers)):
+            _forget_pages(store.record_file(layer))
+
+        def job(item: int) -> None:
+            layer, expert = divmod(item, experts)
+            if not hasattr(local, "record"):
+                local.record = np.empty(manifest.record_stride, np.uint8)
+            try:
+                store.read_record(layer, expert, local.record)
+            except RecordReadError as error:
+                number = manifest.layers[layer].number
+                bad.append(BadRecord(number, expert, str(store.record_file(layer)), str(error)))
+
+        for_each(pool, range(records), job, Meter("verify", records, progress))
+    bad.sort(key=lambda record: (record.layer, record.expert))
+    return VerifyReport(
+        store=str(path),
+        layers=len(manifest.layers),
+        records=records,
+        bytes=records * manifest.record_stride,
+        bad=tuple(bad),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _forget_pages(path: Path) -> None:
+    """Drop the file from the page cache, so that the disk is read."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
