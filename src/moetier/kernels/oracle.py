@@ -22,6 +22,8 @@ TINY = F32(2.0**-100)
 BAD_ROW = 127
 """Exponent that marks a row with a NaN or an infinity; no finite row reaches it."""
 BF16_NAN = np.uint16(0x7FC0)
+# Overflow to infinity and NaN are results that the contract defines, not accidents to warn about.
+DEFINED = np.errstate(over="ignore", invalid="ignore", under="ignore")
 
 
 def flush(x: Floats) -> Floats:
@@ -32,23 +34,25 @@ def flush(x: Floats) -> Floats:
 # 2. Activations
 
 
+@DEFINED
 def quantize(x: Floats) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     """[M, K] -> q int8 [M, K], e int8 [M, B]: x ~ q * 2^e, where 127 * 2^e is the least bound of the block."""
-    bad = ~np.isfinite(x).all(-1)
+    bad = ~np.isfinite(x).all(-1, keepdims=True)
     block = flush(np.where(np.isfinite(x), x, F32(0))).reshape(x.shape[0], -1, BLOCK)
     mantissa, exponent = np.frexp(np.abs(block).max(-1))  # mantissa in [0.5, 1), or 0
     e = np.where(mantissa <= F32(127 / 128), exponent - 7, exponent - 6)
     e = np.where(mantissa == 0, 0, e)
     q = np.rint(np.ldexp(block, -e[..., None])).astype(np.int8).reshape(x.shape)
-    q = np.where(bad[:, None], np.int8(0), q)
-    return q, np.where(bad[:, None], BAD_ROW, e).astype(np.int8)
+    q = np.where(bad, np.int8(0), q)
+    return q, np.where(bad, BAD_ROW, e).astype(np.int8)
 
 
 # 3. and 4. Blocks and row sums
 
 
+@DEFINED
 def block_values(matrix: Matrix, q: NDArray[np.int8], e: NDArray[np.int8]) -> Floats:
-    """v of every block: codes and scales of [N, K], activations [M, K] and [M, B] -> float32 [M, N, B]."""
+    """V of every block: codes and scales of [N, K], activations [M, K] and [M, B] -> float32 [M, N, B]."""
     n, k = matrix.shape
     w = E2M1_INTEGERS[unpack_codes(matrix.codes)].reshape(n, -1, BLOCK)
     # Products of a block sum to less than 2^24, so float32 holds them exactly in any order of addition.
@@ -65,6 +69,7 @@ def segments(blocks: int) -> int:
     return next(s for s in (8, 4, 2, 1) if blocks % s == 0)
 
 
+@DEFINED
 def fold(x: Floats) -> Floats:
     """Sum over the last axis, one after the other from +0."""
     total = np.zeros(x.shape[:-1], F32)
@@ -73,6 +78,7 @@ def fold(x: Floats) -> Floats:
     return total
 
 
+@DEFINED
 def row_sums(matrix: Matrix, q: NDArray[np.int8], e: NDArray[np.int8]) -> Floats:
     """The matrix [N, K] times the activations -> float32 [M, N]: block order within segments, segments in order."""
     v = block_values(matrix, q, e)
@@ -93,9 +99,11 @@ def exp_negative(t: Floats) -> Floats:
     p = np.full_like(t, F32(1 / 5040))
     for c in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
         p = p * r + F32(c)  # two roundings
-    return np.ldexp(p, n.astype(np.int32)).astype(F32)
+    exponential: Floats = np.ldexp(p, n.astype(np.int32)).astype(F32)
+    return exponential
 
 
+@DEFINED
 def swiglu(g: Floats, u: Floats, family: Family, weight: Floats | None) -> Floats:
     """silu(gate) * up [M, I]. weight [M] is the route weight; it enters here only where the family says so."""
     if family.swiglu_limit is not None:
@@ -115,6 +123,7 @@ def swiglu(g: Floats, u: Floats, family: Family, weight: Floats | None) -> Float
 # 6. Down
 
 
+@DEFINED
 def pairwise(parts: list[Floats]) -> Floats:
     """Sum of a power of two of parts, by a tree over neighbours."""
     while len(parts) > 1:
@@ -172,6 +181,7 @@ def from_bf16(bits: NDArray[np.uint16]) -> Floats:
     return (bits.astype(np.uint32) << 16).view(F32)
 
 
+@DEFINED
 def moe_layer(
     x: Floats,
     ids: NDArray[np.integer],

@@ -1,0 +1,35 @@
+#include "core/kernels.h"
+
+#include <array>
+
+namespace moetier {
+
+extern const Kernels kPortable;
+#if defined(MOETIER_X86)
+extern const Kernels kAvx512;
+#endif
+
+namespace {
+
+// The dispatch table, best first.
+constexpr std::array kTable = {
+#if defined(MOETIER_X86)
+    &kAvx512,
+#endif
+    &kPortable,
+};
+
+} // namespace
+
+std::span<const Kernels *const> built_kernels() {
+  return kTable;
+}
+
+const Kernels *find_kernels(std::string_view name) {
+  for (const Kernels *kernels : kTable) {
+    if (name == kernels->name && kernels->available()) return kernels;
+  }
+  return nullptr;
+}
+
+} // namespace moetier

@@ -1,0 +1,151 @@
+#include "core/pool.h"
+
+#include <chrono>
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace moetier {
+namespace {
+
+// How long a worker looks for the next call before it sleeps. Longer than the gap between two layers of a small model,
+// far shorter than anything that would show in an idle server's CPU time.
+constexpr std::chrono::microseconds kSpin{100};
+
+// The contract's float state for the life of the object, the caller's own state afterwards.
+class FloatState {
+public:
+#if defined(__x86_64__)
+  FloatState() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~FloatState() { _mm_setcsr(saved_); }
+
+private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FloatState() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(std::uint64_t{0}));
+  }
+  ~FloatState() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+private:
+  std::uint64_t saved_;
+#endif
+public:
+  FloatState(const FloatState &) = delete;
+  FloatState &operator=(const FloatState &) = delete;
+};
+
+void allow_cpus(const std::vector<int> &cpus) {
+  if (cpus.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int cpu : cpus) {
+    if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+  }
+  // A CPU that went offline since makes this fail; the thread then keeps what it inherited, which is only slower.
+  (void)pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+
+} // namespace
+
+struct ThreadPool::State {
+  static constexpr std::uint32_t kOpen = 1U << 31;
+
+  alignas(64) std::atomic<std::uint32_t> ticket{0}; // one more for every call; workers sleep on it
+  alignas(64) std::atomic<std::uint32_t> gate{0};   // kOpen while a call takes workers in, plus how many are inside
+  std::atomic<bool> stop{false};
+  Entry entry = nullptr; // both are written only while the gate is shut and empty
+  void *context = nullptr;
+  std::mutex turn;
+  std::vector<std::thread> workers;
+
+  bool enter() {
+    std::uint32_t seen = gate.load(std::memory_order_relaxed);
+    while ((seen & kOpen) != 0) {
+      if (gate.compare_exchange_weak(seen, seen + 1, std::memory_order_acquire, std::memory_order_relaxed)) return true;
+    }
+    return false;
+  }
+
+  void leave() { gate.fetch_sub(1, std::memory_order_release); }
+
+  void await_ticket(std::uint32_t seen) {
+    const auto start = std::chrono::steady_clock::now();
+    do {
+      for (int turn_count = 0; turn_count < 64; ++turn_count) {
+        if (ticket.load(std::memory_order_acquire) != seen) return;
+        relax();
+      }
+    } while (std::chrono::steady_clock::now() - start < kSpin);
+    ticket.wait(seen, std::memory_order_acquire);
+  }
+
+  void work(int index) {
+    std::uint32_t seen = 0;
+    while (true) {
+      await_ticket(seen);
+      seen = ticket.load(std::memory_order_acquire);
+      if (stop.load(std::memory_order_acquire)) return;
+      if (!enter()) continue;
+      {
+        FloatState state;
+        entry(context, index);
+      }
+      leave();
+    }
+  }
+};
+
+ThreadPool::ThreadPool(int threads, std::vector<int> cpus)
+    : threads_(threads < 1 ? 1 : threads), owner_(static_cast<std::uint64_t>(getpid())),
+      state_(std::make_unique<State>()) {
+  State &state = *state_;
+  state.workers.reserve(static_cast<std::size_t>(threads_ - 1));
+  for (int index = 1; index < threads_; ++index) {
+    state.workers.emplace_back([&state, index, cpus] {
+      allow_cpus(cpus);
+      state.work(index);
+    });
+  }
+}
+
+ThreadPool::~ThreadPool() {
+  if (!usable()) {
+    (void)state_.release(); // the threads are another process's; nothing here can join them
+    return;
+  }
+  state_->stop.store(true, std::memory_order_release);
+  state_->ticket.fetch_add(1, std::memory_order_release);
+  state_->ticket.notify_all();
+  for (std::thread &worker : state_->workers) worker.join();
+}
+
+bool ThreadPool::usable() const {
+  return owner_ == static_cast<std::uint64_t>(getpid());
+}
+
+void ThreadPool::run_raw(Entry entry, void *context) {
+  State &state = *state_;
+  const std::lock_guard lock(state.turn);
+  const FloatState float_state;
+  if (threads_ == 1) {
+    entry(context, 0);
+    return;
+  }
+  state.entry = entry;
+  state.context = context;
+  state.gate.store(State::kOpen, std::memory_order_release);
+  state.ticket.fetch_add(1, std::memory_order_release);
+  state.ticket.notify_all();
+  entry(context, 0);
+  state.gate.fetch_and(~State::kOpen, std::memory_order_acq_rel);
+  spin_until([&state] { return state.gate.load(std::memory_order_acquire) == 0; });
+}
+
+} // namespace moetier

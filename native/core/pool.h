@@ -1,0 +1,64 @@
+// A fixed team of threads that runs one function at a time and sleeps between calls.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace moetier {
+
+// Blocks the CPU's pipeline for a moment inside a spin loop.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Waits for `ready` by spinning, giving the CPU away now and then in case the awaited thread has none.
+template <typename Ready>
+void spin_until(Ready ready) {
+  for (unsigned turn = 1; !ready(); ++turn) {
+    relax();
+    if (turn % 1024 == 0) std::this_thread::yield();
+  }
+}
+
+class ThreadPool {
+public:
+  // `threads` counts the caller of run(). Workers may use `cpus`; an empty list leaves their affinity alone.
+  ThreadPool(int threads, std::vector<int> cpus);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool &) = delete;
+  ThreadPool &operator=(const ThreadPool &) = delete;
+
+  int threads() const { return threads_; }
+  // False in a child that was forked after the pool was made: its workers do not exist there.
+  bool usable() const;
+
+  // Calls work(index) on the calling thread (index 0) and on every worker that is awake in time; returns when none is
+  // inside. Work must be shared out by atomic counters, since a late worker never enters. Float state is the default
+  // (round to nearest even, subnormals kept) inside. `work` must not throw. Calls from several threads take turns.
+  template <typename Work>
+  void run(Work &&work) {
+    using Plain = std::remove_reference_t<Work>;
+    run_raw([](void *context, int index) { (*static_cast<Plain *>(context))(index); }, &work);
+  }
+
+private:
+  using Entry = void (*)(void *, int);
+  struct State;
+
+  void run_raw(Entry entry, void *context);
+
+  int threads_;
+  std::uint64_t owner_; // process id
+  std::unique_ptr<State> state_;
+};
+
+} // namespace moetier

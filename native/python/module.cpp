@@ -1,0 +1,175 @@
+// The Python binding, and the only native file that knows of Python. Arrays arrive checked by moetier.kernels.cpu.
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "core/experts.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using moetier::StepError;
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using ConstArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using Indices = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Addresses = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+const char *describe(StepError error) {
+  switch (error) {
+  case StepError::no_step: return "no step is open: call begin first, and once per finish";
+  case StepError::bad_index: return "an expert index lies outside the list that begin returned";
+  case StepError::gate_up_twice: return "gate_up was called twice for an expert of this step";
+  case StepError::gate_up_absent: return "down was called for an expert before its gate_up";
+  case StepError::down_order: return "down must take the experts in ascending order without gaps, each once";
+  case StepError::unfinished: return "finish was called before every routed expert had its down";
+  case StepError::bad_address: return "a record's address must be a multiple of 64 and not 0";
+  case StepError::none: break;
+  }
+  return "unknown";
+}
+
+void check(StepError error) {
+  if (error == StepError::none) return;
+  if (error == StepError::bad_address) throw nb::value_error(describe(error));
+  throw std::runtime_error(describe(error));
+}
+
+template <typename T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> copy(std::span<const T> values) {
+  T *data = new T[values.size()];
+  std::copy(values.begin(), values.end(), data);
+  nb::capsule owner(data, [](void *p) noexcept { delete[] static_cast<T *>(p); });
+  return {data, {values.size()}, owner};
+}
+
+// Experts with what Python may get wrong: two steps at once, a pool from before a fork.
+class BoundExperts {
+public:
+  BoundExperts(const moetier::Shape &shape, const moetier::Activation &activation, moetier::ThreadPool &pool,
+               const moetier::Kernels &kernels)
+      : pool_(pool), experts_(shape, activation, pool, kernels) {}
+
+  template <typename Call>
+  auto exclusively(Call call) {
+    if (!pool_.usable()) throw std::runtime_error("the thread pool was made before a fork; make one in this process");
+    if (busy_.exchange(true)) throw std::runtime_error("another thread is inside this object: one step at a time");
+    struct Release {
+      std::atomic<bool> &busy;
+      ~Release() { busy.store(false); }
+    } release{busy_};
+    nb::gil_scoped_release unlocked;
+    return call(experts_);
+  }
+
+  const moetier::Experts &experts() const { return experts_; }
+
+private:
+  moetier::ThreadPool &pool_;
+  std::atomic<bool> busy_{false};
+  moetier::Experts experts_;
+};
+
+moetier::StepInput step_input(const ConstArray &x, const ConstArray &ids, const ConstArray &weights) {
+  moetier::StepInput input{};
+  if (x.dtype() == nb::dtype<float>()) {
+    input.x_f32 = static_cast<const float *>(x.data());
+  } else {
+    input.x_bf16 = static_cast<const std::uint16_t *>(x.data());
+  }
+  if (ids.dtype() == nb::dtype<std::int32_t>()) {
+    input.ids32 = static_cast<const std::int32_t *>(ids.data());
+  } else {
+    input.ids64 = static_cast<const std::int64_t *>(ids.data());
+  }
+  input.weights = static_cast<const float *>(weights.data());
+  input.tokens = x.shape(0);
+  return input;
+}
+
+template <typename T, typename A>
+std::span<const T> as_span(const A &array) {
+  return {static_cast<const T *>(array.data()), array.size()};
+}
+
+nb::tuple listed(const moetier::Experts &experts) {
+  return nb::make_tuple(copy<std::int32_t>(experts.ids()), copy<std::int32_t>(experts.counts()));
+}
+
+} // namespace
+
+NB_MODULE(_native, module) {
+  module.doc() = "CPU kernels of moetier; use moetier.kernels.cpu, which checks what is passed in.";
+
+  module.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (const moetier::Kernels *kernels : moetier::built_kernels()) {
+      if (kernels->available()) names.emplace_back(kernels->name);
+    }
+    return names;
+  });
+
+  nb::class_<moetier::ThreadPool>(module, "Pool")
+      .def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("cpus"))
+      .def_prop_ro("threads", &moetier::ThreadPool::threads);
+
+  nb::class_<BoundExperts>(module, "Experts")
+      .def(
+          "__init__",
+          [](BoundExperts *self, moetier::ThreadPool &pool, const std::string &isa, std::size_t hidden,
+             std::size_t inner, std::size_t experts, std::size_t top_k, std::size_t first_slice, std::size_t slices,
+             std::size_t max_tokens, std::optional<float> limit, bool weighted) {
+            const moetier::Kernels *kernels = moetier::find_kernels(isa);
+            if (kernels == nullptr) throw nb::value_error("this machine lacks the instruction set asked for");
+            new (self) BoundExperts({hidden, inner, experts, top_k, first_slice, slices, max_tokens},
+                                    {limit.has_value(), limit.value_or(0.0F), weighted}, pool, *kernels);
+          },
+          nb::keep_alive<1, 2>(), nb::arg("pool"), nb::arg("isa"), nb::arg("hidden"), nb::arg("inner"),
+          nb::arg("experts"), nb::arg("top_k"), nb::arg("first_slice"), nb::arg("slices"), nb::arg("max_tokens"),
+          nb::arg("limit").none(), nb::arg("weighted"))
+      .def_prop_ro("workspace_bytes", [](const BoundExperts &self) { return self.experts().workspace_bytes(); })
+      .def_prop_ro("bad_rows", [](const BoundExperts &self) { return self.experts().bad_rows(); })
+      .def("begin",
+           [](BoundExperts &self, const ConstArray &x, const ConstArray &ids, const ConstArray &weights) {
+             const moetier::StepInput input = step_input(x, ids, weights);
+             self.exclusively([&](moetier::Experts &experts) { experts.begin(input); });
+             return listed(self.experts());
+           })
+      .def("gate_up",
+           [](BoundExperts &self, const Indices &indices, const Addresses &addresses) {
+             check(self.exclusively([&](moetier::Experts &experts) {
+               return experts.gate_up(as_span<std::int32_t>(indices), as_span<std::uint64_t>(addresses));
+             }));
+           })
+      .def("down",
+           [](BoundExperts &self, std::size_t first, const Addresses &addresses) {
+             check(self.exclusively(
+                 [&](moetier::Experts &experts) { return experts.down(first, as_span<std::uint64_t>(addresses)); }));
+           })
+      .def("finish",
+           [](BoundExperts &self, const Array &out) {
+             auto *bits = static_cast<std::uint16_t *>(out.data());
+             check(self.exclusively([&](moetier::Experts &experts) { return experts.finish(bits); }));
+           })
+      .def("tokens", [](const BoundExperts &self) { return self.experts().tokens(); })
+      // (experts, counts, indices of absent experts); nothing was computed where the last is not empty.
+      .def("forward", [](BoundExperts &self, const ConstArray &x, const ConstArray &ids, const ConstArray &weights,
+                         const Addresses &addresses, const Array &out) {
+        const moetier::StepInput input = step_input(x, ids, weights);
+        auto *bits = static_cast<std::uint16_t *>(out.data());
+        check(self.exclusively([&](moetier::Experts &experts) {
+          return experts.forward(input, as_span<std::uint64_t>(addresses), bits);
+        }));
+        const std::vector<std::int32_t> &absent = self.experts().absent();
+        return nb::make_tuple(copy<std::int32_t>(self.experts().ids()), copy<std::int32_t>(self.experts().counts()),
+                              copy<std::int32_t>(std::span<const std::int32_t>(absent)));
+      });
+}

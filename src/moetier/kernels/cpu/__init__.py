@@ -1,0 +1,7 @@
+"""The CPU kernels of the contract: routed experts run from their records, bit for bit as the oracle says."""
+
+from moetier.kernels.cpu.experts import CpuExperts
+from moetier.kernels.cpu.isa import ISA_VARIABLE, available_isas
+from moetier.kernels.cpu.pool import ThreadPool, allowed_cpus, default_threads
+
+__all__ = ["ISA_VARIABLE", "CpuExperts", "ThreadPool", "allowed_cpus", "available_isas", "default_threads"]
