@@ -42,7 +42,7 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build the store of a checkpoint's routed experts."""
-    with _progress() as step:
+    with progress_bar() as step:
         report = build_store(checkpoint, out, slices=slices, check=check, deep=deep, threads=threads, progress=step)
     if as_json:
         _print_json(asdict(report))
@@ -93,7 +93,7 @@ def info(store: StorePath, as_json: Json = False) -> None:
 @app.command()
 def verify(store: StorePath, threads: Threads = None, as_json: Json = False) -> None:
     """Check every checksum of a store; exit 1 if a record is bad."""
-    with _progress() as step:
+    with progress_bar() as step:
         report = verify_store(store, threads=threads, progress=step)
     if as_json:
         _print_json(asdict(report))
@@ -113,7 +113,7 @@ def verify(store: StorePath, threads: Threads = None, as_json: Json = False) -> 
 
 
 @contextmanager
-def _progress() -> Iterator[Report]:
+def progress_bar() -> Iterator[Report]:
     """A progress bar on stderr."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bars:

@@ -63,6 +63,11 @@ class Checkpoint:
         return keys.model_type(self.config)
 
     @property
+    def hidden_layers(self) -> int:
+        """Layers of the model itself; MoE layers with this number or a higher one belong to a drafter."""
+        return keys.required(keys.text_config(self.config), keys.LAYERS)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name: file, dtype, shape and byte range."""
         return self.shards.tensors

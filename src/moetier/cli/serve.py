@@ -1,0 +1,185 @@
+"""`moetier serve`: check everything that can be checked, say what lives where, then run vLLM's server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from moetier import machine
+from moetier.cli.store import progress_bar
+from moetier.errors import StoreError
+from moetier.layer.fit import ENGINE_BYTES, GIB, records_that_fit
+from moetier.serve import launcher
+from moetier.serve.command import (
+    ServeRequest,
+    api_key_of,
+    check_reachable_only_with_key,
+    compute_cpus,
+    example,
+)
+from moetier.settings import Settings
+from moetier.store.build import build_store
+from moetier.store.checkpoint import Checkpoint, is_expert_tensor
+from moetier.store.store import Store
+
+console = Console(stderr=True)
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder: config.json and *.safetensors.")]
+StoreFolder = Annotated[Path, typer.Option("--store", help="Folder of the model's expert store.")]
+
+
+def serve(
+    context: typer.Context,
+    model: Model,
+    store: StoreFolder,
+    build: Annotated[bool, typer.Option("--build-store", help="Build the store first if it is not there.")] = False,
+    dram_records: Annotated[
+        str, typer.Option(help="Experts of each layer in DRAM: a number, a share such as 25%, or auto (what fits).")
+    ] = "auto",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; beyond loopback an API key is needed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    api_key: Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="GiB of KV cache, on the CPU.")] = 1.0,
+    drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after Ctrl-C.")] = 30,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
+    ] = None,
+    usage_stats: Annotated[bool, typer.Option(help="Let vLLM report usage statistics.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print where everything lives as one JSON object on stdout.")
+    ] = False,
+) -> None:
+    """Serve MODEL over an OpenAI-compatible API; what follows `--` goes to vLLM."""
+    settings = Settings.parse({"store": store, "dram_records": dram_records, **_assignments(setting or [])})
+    request = ServeRequest(
+        model=model,
+        settings=settings,
+        host=host,
+        port=port,
+        api_key=api_key_of(api_key),
+        kv_cache_gib=kv_cache_gib,
+        drain_seconds=drain_seconds,
+        usage_stats=usage_stats,
+        verbose=verbose,
+        extra=tuple(context.args),
+    )
+    check_reachable_only_with_key(request)
+    launcher.vllm_distribution()
+    checkpoint = Checkpoint.open(model)
+    launcher.check_port(host, port)
+    opened = _open_store(checkpoint, settings.store, build)
+    cpus = machine.allowed_cpus()
+    records, report = _place(checkpoint, opened, request, cpus)
+    _show(report, as_json)
+    decided = settings.model_copy(
+        update={"dram_records": records, "store": settings.store.resolve(), "cpus": settings.cpus or compute_cpus(cpus)}
+    )
+    request = ServeRequest(**{**vars(request), "settings": decided, "model": model.resolve()})
+    with Status("starting vLLM", console=console) as status:
+
+        def waiting(seconds: float) -> None:
+            status.update(f"starting vLLM ({seconds:.0f} s)")
+
+        def ready(seconds: float) -> None:
+            status.stop()
+            console.print(f"ready after {seconds:.0f} s on http://{host}:{port}/v1; Ctrl-C ends it. Try:")
+            console.print(example(request), soft_wrap=True, markup=False, highlight=False)
+
+        code = launcher.run(request, cpus, waiting, ready)
+    console.print("drained, heat saved, bye")
+    raise typer.Exit(code)
+
+
+def _assignments(pairs: list[str]) -> dict[str, Any]:
+    """NAME=VALUE strings; a value is JSON where it is, else text."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"expected NAME=VALUE, found {pair!r}", param_hint="--set")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
+
+
+def _open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
+    if not path.exists():
+        if not build:
+            raise StoreError(
+                f"there is no store at {path}; build it with `moetier store build {checkpoint.path} {path}` "
+                "or add --build-store"
+            )
+        with progress_bar() as step:
+            built = build_store(checkpoint.path, path, check=2, progress=step)
+        console.print(f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s")
+    return Store.open(path, checkpoint_identity=checkpoint.identity())
+
+
+def _place(
+    checkpoint: Checkpoint, store: Store, request: ServeRequest, cpus: tuple[int, ...]
+) -> tuple[int, dict[str, Any]]:
+    """Records per layer, and the report of what lives where."""
+    on_cpu = launcher.runs_on_cpu()
+    dense = sum(t.nbytes for name, t in checkpoint.tensors.items() if not is_expert_tensor(name))
+    cache = int(request.kv_cache_gib * GIB) if on_cpu else 0
+    manifest, stride = store.manifest, store.layout.stride
+    experts, layers = manifest.geometry.experts, _served_layers(checkpoint, store, request)
+    records = records_that_fit(request.settings, store, layers, ENGINE_BYTES + cache + (dense if on_cpu else 0))
+    tiers = [
+        {"tier": "DRAM", "records": records * layers, "bytes": records * layers * stride},
+        {"tier": "disk", "records": (experts - records) * layers, "bytes": (experts - records) * layers * stride},
+        {"tier": "staging (DRAM)", "records": None, "bytes": request.settings.staging_records * stride},
+        {"tier": "dense weights", "records": None, "bytes": dense},
+    ]
+    if on_cpu:
+        tiers.append({"tier": "KV cache", "records": None, "bytes": cache})
+    report = {
+        "model": str(checkpoint.path),
+        "store": str(store.path),
+        "contract": manifest.contract,
+        "requantized": manifest.checkpoint.requantized,
+        "layers": layers,
+        "experts": experts,
+        "records_per_layer_in_dram": records,
+        "compute_cpus": list(request.settings.cpus or compute_cpus(cpus)),
+        "tiers": tiers,
+    }
+    return records, report
+
+
+def _served_layers(checkpoint: Checkpoint, store: Store, request: ServeRequest) -> int:
+    """MoE layers that vLLM will load: the drafter's (MTP) only where speculation is asked for."""
+    if any(argument.startswith("--speculative") for argument in request.extra):
+        return len(store.manifest.layers)
+    return sum(layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    table = Table(
+        title=f"{report['model']}: {report['layers']} MoE layers of {report['experts']} experts", title_justify="left"
+    )
+    table.add_column("lives in")
+    table.add_column("records", justify="right")
+    table.add_column("MiB", justify="right")
+    for tier in report["tiers"]:
+        records = "" if tier["records"] is None else f"{tier['records']:,}"
+        table.add_row(tier["tier"], records, f"{tier['bytes'] / 2**20:,.1f}")
+    console.print(table)
+    cpus = ", ".join(str(cpu) for cpu in report["compute_cpus"])
+    console.print(f"experts ({report['contract']}) and attention take turns on CPUs {cpus}")
+    if report["requantized"]:
+        console.print("the store's experts are re-quantized: not the checkpoint's released precision")

@@ -1,0 +1,101 @@
+"""All routed-expert layers of a model over one set of tiers: what a serving process holds, once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+
+from moetier.kernels.cpu import CpuExperts, ThreadPool
+from moetier.layer.recording import Recorder
+from moetier.layer.tiered import Counters, TieredLayer
+from moetier.residency import DiskReader, DramTier, Heat, Lru
+from moetier.residency.staging import Staging
+from moetier.settings import Settings
+from moetier.store.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Records and bytes of one tier, for the table that is printed at start."""
+
+    tier: str
+    records: int
+    bytes: int
+
+
+class TieredModel:
+    """Opens a store and serves its layers. Thread-safe only in that heat may be saved while layers run."""
+
+    def __init__(self, settings: Settings, store: Store, records: int, max_tokens: int) -> None:
+        """records: records per layer in DRAM; max_tokens: the most tokens of one call."""
+        geometry, family = store.manifest.layer_geometry, store.manifest.layer_family
+        self.settings = settings
+        self.store = store
+        self.records = records
+        self.counters = Counters()
+        self.reader = DiskReader(store, settings.disk_threads)
+        self.pool = ThreadPool(settings.threads, settings.cpus)
+        self.kernel = CpuExperts(geometry, family, self.pool, isa=settings.isa, max_tokens=max_tokens)
+        self.staging = Staging(settings.staging_records, store.layout.stride)
+        layers = store.manifest.layers
+        self.heat = Heat.load(settings.heat_path, len(layers), geometry.experts, store.manifest.checkpoint.identity)
+        self._recorder = Recorder(settings.record_calls) if settings.record_calls else None
+        self._attached: dict[int, TieredLayer] = {}
+        self._stop = threading.Event()
+        self._saver = threading.Thread(target=self._save_heat_now_and_then, name="moetier-heat", daemon=True)
+        self._saver.start()
+
+    def attach(self, number: int) -> TieredLayer:
+        """The layer with this number in the checkpoint, its hottest records already in DRAM."""
+        index = self.store.layer_index(number)
+        if index not in self._attached:
+            geometry = self.store.manifest.layer_geometry
+            tier = DramTier(geometry.experts, self.records, self.store.layout.stride, Lru(geometry.experts))
+            layer = TieredLayer(
+                index, self.kernel, tier, self.staging, self.reader, self.heat, self.counters, self._recorder
+            )
+            layer.preload(self.records)
+            self._attached[index] = layer
+        return self._attached[index]
+
+    def placement(self) -> list[Placement]:
+        """What of the attached layers lives where."""
+        stride, experts = self.store.layout.stride, self.store.manifest.layer_geometry.experts
+        in_dram = sum(layer.tier.resident.size for layer in self._attached.values())
+        on_disk = experts * len(self._attached) - in_dram
+        return [Placement("DRAM", in_dram, in_dram * stride), Placement("disk", on_disk, on_disk * stride)]
+
+    def save_heat(self) -> None:
+        """Write heat; a disk that does not take it costs a warning, never the service."""
+        try:
+            self.heat.save(self.settings.heat_path)
+        except OSError as error:
+            logger.warning("heat was not saved to %s: %s", self.settings.heat_path, error.strerror)
+
+    def _save_heat_now_and_then(self) -> None:
+        while not self._stop.wait(self.settings.heat_save_seconds):
+            self.save_heat()
+
+    def close(self) -> None:
+        """Save heat and end every thread; the layers cannot be called any more."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._saver.join()
+        self.save_heat()
+        self.reader.close()
+        self.pool.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def __enter__(self) -> TieredModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

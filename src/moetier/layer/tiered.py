@@ -1,0 +1,178 @@
+"""A step of one layer: compute what is in DRAM while what is missed is read, and combine in the contract's order."""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetier.kernels.cpu import CpuExperts
+from moetier.layer.recording import Call, Recorder
+from moetier.residency import DiskReader, DramTier, Heat
+from moetier.residency.staging import Staging
+
+
+@dataclass
+class Counters:
+    """What the layers did since the start."""
+
+    calls: int = 0
+    tokens: int = 0
+    pairs: int = 0
+    hits: int = 0
+    """Distinct experts of a call that were in DRAM."""
+    misses: int = 0
+    """Distinct experts of a call that had to be read."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A record on its way: into a slot of the layer (kept), or into staging (used once)."""
+
+    future: Future[None]
+    slot: int
+    staged: bool
+    address: int
+
+
+class TieredLayer:
+    """Layer `index` of a store over its DRAM tier, the shared staging and the disk.
+
+    The down projection takes the experts in ascending id, as the contract combines them; gate and up take them as
+    they come. Which tier an expert came from changes when it is computed, never what.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        kernel: CpuExperts,
+        tier: DramTier,
+        staging: Staging,
+        reader: DiskReader,
+        heat: Heat,
+        counters: Counters,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.index = index
+        self.tier = tier
+        self._kernel = kernel
+        self._staging = staging
+        self._reader = reader
+        self._heat = heat
+        self._counters = counters
+        self._recorder = recorder
+
+    def forward(
+        self,
+        x: NDArray[np.uint16] | NDArray[np.float32],
+        ids: NDArray[np.int32] | NDArray[np.int64],
+        weights: NDArray[np.float32],
+        out: NDArray[np.uint16],
+    ) -> None:
+        """X [T, hidden] as bf16 bits or float32, ids and weights [T, top_k] -> out, bf16 bits [T, hidden].
+
+        RecordReadError where a record cannot be had; `out` is then not written, and the layer can be called again.
+        """
+        experts, pairs = self._kernel.begin(x, ids, weights)
+        self.tier.policy.touch(experts)
+        addresses = self.tier.addresses[experts]
+        misses = int((addresses == 0).sum())
+        if misses == 0:
+            self._kernel.gate_up(np.arange(experts.size, dtype=np.int32), addresses)
+            self._kernel.down(0, addresses)
+        else:
+            self._run_with_misses(experts, addresses)
+        self._kernel.finish(out)
+        self._account(x.shape[0], experts, pairs, misses)
+        if self._recorder is not None:
+            self._recorder.add(Call(self.index, x, ids, weights, out))
+
+    def preload(self, number: int) -> None:
+        """Read the `number` hottest experts into free slots."""
+        nothing_pinned = np.zeros(self.tier.addresses.size, np.bool_)
+        reads = []
+        for expert in self._heat.hottest(self.index, min(number, self.tier.slots)):
+            slot = self.tier.take(nothing_pinned)
+            assert slot is not None
+            future = self._reader.submit(self.index, int(expert), self.tier.arena.view(slot))
+            reads.append((int(expert), Read(future, slot, False, 0)))
+        wait([read.future for _, read in reads])
+        for expert, read in reads:
+            if read.future.exception() is None:
+                self.tier.publish(expert, read.slot)
+            else:
+                self.tier.give_back(read.slot)
+        for _, read in reads:
+            read.future.result()
+
+    def _account(self, tokens: int, experts: NDArray[np.int32], pairs: NDArray[np.int32], misses: int) -> None:
+        self._heat.add(self.index, experts, pairs)
+        counters = self._counters
+        counters.calls += 1
+        counters.tokens += tokens
+        counters.pairs += int(pairs.sum())
+        counters.hits += experts.size - misses
+        counters.misses += misses
+
+    def _run_with_misses(self, experts: NDArray[np.int32], addresses: NDArray[np.uint64]) -> None:
+        """`addresses` uint64 [D] of `experts` int32 [D], 0 where a record must be read; filled in as they arrive."""
+        reads: dict[int, Read] = {}
+        pinned = np.zeros(self.tier.addresses.size, np.bool_)
+        pinned[experts] = True  # an expert of this step is never given up before its down projection
+        missed = [int(i) for i in np.flatnonzero(addresses == 0)]
+        gated = np.zeros(experts.size, np.bool_)
+        first = 0
+        try:
+            while first < experts.size:
+                while missed and (read := self._start_read(int(experts[missed[0]]), pinned)):
+                    reads[missed.pop(0)] = read
+                arrived = [i for i, read in reads.items() if addresses[i] == 0 and read.future.done()]
+                for i in arrived:
+                    reads[i].future.result()
+                    addresses[i] = reads[i].address
+                ready = np.flatnonzero((addresses != 0) & ~gated).astype(np.int32)
+                if ready.size:
+                    self._kernel.gate_up(ready, addresses[ready])
+                    gated[ready] = True
+                end = first + int(np.argmin(np.append(gated[first:], False)))
+                if end > first:
+                    self._kernel.down(first, addresses[first:end])
+                    for i in range(first, end):
+                        pinned[experts[i]] = False
+                        if i in reads:
+                            self._settle(int(experts[i]), reads.pop(i))
+                    first = end
+                elif not ready.size:
+                    wait([reads[i].future for i in reads if addresses[i] == 0], return_when=FIRST_COMPLETED)
+        except BaseException:
+            self._abandon(reads)
+            raise
+
+    def _start_read(self, expert: int, pinned: NDArray[np.bool_]) -> Read | None:
+        """Read `expert` into a slot of the layer, else into staging; None while both are in use."""
+        slot = self.tier.take(pinned)
+        if slot is not None:
+            view, address, staged = self.tier.arena.view(slot), self.tier.arena.address(slot), False
+        else:
+            slot = self._staging.take()
+            if slot is None:
+                return None
+            view, address, staged = self._staging.view(slot), self._staging.address(slot), True
+        return Read(self._reader.submit(self.index, expert, view), slot, staged, address)
+
+    def _settle(self, expert: int, read: Read) -> None:
+        if read.staged:
+            self._staging.give_back(read.slot)
+        else:
+            self.tier.publish(expert, read.slot)
+
+    def _abandon(self, reads: dict[int, Read]) -> None:
+        """A step ends early: wait until nothing writes any more, then free what was taken."""
+        wait([read.future for read in reads.values()])
+        for read in reads.values():
+            if read.staged:
+                self._staging.give_back(read.slot)
+            else:
+                self.tier.give_back(read.slot)

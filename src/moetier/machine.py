@@ -1,0 +1,109 @@
+"""What this process may use of the machine: memory and CPUs, with the container's limits before the host's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+SELF_CGROUP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `limit` is what this process may ever use, `available` what it could still take now."""
+
+    limit: int
+    available: int
+
+
+def memory() -> Memory:
+    """Memory of the machine, cut to the limits of every cgroup (v2 or v1) that this process is in."""
+    info = _meminfo()
+    limit, available = info["MemTotal"], info["MemAvailable"]
+    for maximum, current, reclaimable in _memory_cgroups():
+        limit = min(limit, maximum)
+        available = min(available, maximum - current + reclaimable)
+    return Memory(limit, max(available, 0))
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """CPUs of this process's affinity mask, ascending, as many as the cgroup's CPU quota pays for."""
+    cpus = sorted(os.sched_getaffinity(0))
+    quota = _cpu_quota()
+    return tuple(cpus if quota is None else cpus[: max(1, round(quota))])
+
+
+def _meminfo() -> dict[str, int]:
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = int(value.split()[0]) * 1024
+    return fields
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Folders of the cgroup that this process is in and of its ancestors, for cgroup v2 ("") or a v1 controller."""
+    try:
+        lines = SELF_CGROUP.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            root = CGROUP_ROOT / controllers
+            parts = Path(path.lstrip("/"))
+            # In a container the path may be that of the host, which is not mounted: its root is then the limit.
+            return [folder for folder in (root / parts, *(root / p for p in parts.parents)) if folder.is_dir()] or [
+                root
+            ]
+    return []
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().split()[0]
+    except (OSError, IndexError):
+        return None
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def _memory_cgroups() -> list[tuple[int, int, int]]:
+    """(limit, current, reclaimable) of every cgroup that limits memory."""
+    found = []
+    for controller, limit_name, current_name in (
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        for folder in _cgroup_folders(controller):
+            limit, current = _number(folder / limit_name), _number(folder / current_name)
+            if limit is not None and current is not None and limit < 1 << 60:
+                found.append((limit, current, _reclaimable(folder)))
+    return found
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that the kernel drops before it refuses memory."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split()[:2] for line in lines)
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+def _cpu_quota() -> float | None:
+    quotas = []
+    for folder in _cgroup_folders(""):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota != "max":
+            quotas.append(int(quota) / int(period))
+    for folder in _cgroup_folders("cpu"):
+        v1_quota, v1_period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if v1_quota is not None and v1_period and v1_quota > 0:
+            quotas.append(v1_quota / v1_period)
+    return min(quotas, default=None)

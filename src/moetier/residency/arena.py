@@ -1,0 +1,41 @@
+"""Room for records in DRAM: one anonymous mapping, page-aligned so that direct reads can land in it."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetier.errors import SettingsError
+
+HUGE_PAGE = 2 << 20
+
+
+class Arena:
+    """`slots` records of `stride` bytes each, allocated and touched at construction: it cannot fail later."""
+
+    def __init__(self, slots: int, stride: int) -> None:
+        self.slots = slots
+        self.stride = stride
+        size = max(slots * stride, mmap.PAGESIZE)
+        try:
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise SettingsError(
+                f"could not allocate {size / 2**30:.2f} GiB of DRAM for {slots} records ({error.strerror}); "
+                "set dram_records lower"
+            ) from error
+        if size >= HUGE_PAGE:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._bytes[:: mmap.PAGESIZE] = 0
+        self._base = self._bytes.ctypes.data
+
+    def address(self, slot: int) -> int:
+        """Address of a slot's first byte."""
+        return self._base + slot * self.stride
+
+    def view(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of a slot, uint8 [stride], writable."""
+        return self._bytes[slot * self.stride : (slot + 1) * self.stride]

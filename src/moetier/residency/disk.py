@@ -1,0 +1,107 @@
+"""The disk tier: a pool of explicit reads, each checked against the record's checksum. Never a page fault."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetier.errors import RecordReadError
+from moetier.store.store import Store, checksum
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 2
+"""A record that reads wrongly once is read once more before it is given up."""
+
+
+@dataclass
+class DiskCounters:
+    """What the disk tier did since the start."""
+
+    reads: int = 0
+    bytes: int = 0
+    retries: int = 0
+
+
+class DiskReader:
+    """Reads records of a store into memory that the caller owns.
+
+    Reads bypass the page cache (O_DIRECT) so that a record is not held in memory twice; a file system that refuses it
+    is read through the page cache, which one warning says.
+    """
+
+    def __init__(self, store: Store, threads: int) -> None:
+        self._store = store
+        self._checksums = [store.checksums(layer) for layer in range(len(store.manifest.layers))]
+        self._files: list[int] = []
+        self.direct = True
+        for layer in range(len(store.manifest.layers)):
+            self._files.append(self._open(store.record_file(layer)))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="moetier-disk")
+        self._lock = Lock()
+        self.counters = DiskCounters()
+
+    def _open(self, path: Path) -> int:
+        if self.direct:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                logger.warning("%s: the file system refuses O_DIRECT; records are read through the page cache", path)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def submit(self, layer: int, expert: int, out: NDArray[np.uint8]) -> Future[None]:
+        """Start reading a record into `out`, uint8 [stride], 4 KiB-aligned. `out` belongs to the read until it ends."""
+        return self._pool.submit(self.read, layer, expert, out)
+
+    def read(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
+        """Read a record and check it; RecordReadError if it is wrong on every attempt."""
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                with self._lock:
+                    self.counters.retries += 1
+                logger.warning("%s; reading it again", problem)
+            problem = self._attempt(layer, expert, out)
+            if not problem:
+                with self._lock:
+                    self.counters.reads += 1
+                    self.counters.bytes += out.size
+                return
+        raise RecordReadError(
+            f"{problem} ({ATTEMPTS} attempts). Nothing was computed from it. "
+            f"Run `moetier store verify {self._store.path}` and rebuild the store if the disk is sound."
+        )
+
+    def _attempt(self, layer: int, expert: int, out: NDArray[np.uint8]) -> str:
+        where = (
+            f"layer {self._store.manifest.layers[layer].number}, expert {expert} in {self._store.record_file(layer)}"
+        )
+        offset, done = self._store.offset(expert), 0
+        try:
+            while done < out.size:
+                count = os.preadv(self._files[layer], [out.data[done:]], offset + done)
+                if count == 0:
+                    return f"{where}: the file ends {out.size - done} bytes before the record does"
+                done += count
+        except OSError as error:
+            return f"{where}: {error.strerror}"
+        found, expected = checksum(out), int(self._checksums[layer][expert])
+        return "" if found == expected else f"{where}: checksum {found:016x}, expected {expected:016x}"
+
+    def close(self) -> None:
+        """Wait for the reads in flight and close the files."""
+        self._pool.shutdown(wait=True)
+        for file in self._files:
+            os.close(file)
+        self._files.clear()

@@ -1,0 +1,75 @@
+"""Heat: how often each (layer, expert) was routed, kept across restarts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+class Heat:
+    """Pairs counted per (layer, expert): uint64 [layers, experts].
+
+    Heat is advice: it decides what is read first, never what is computed. So a heat file that is missing, damaged or
+    of another checkpoint is said in one warning and replaced at the next save.
+    """
+
+    def __init__(self, layers: int, experts: int, identity: str) -> None:
+        self.counts: NDArray[np.uint64] = np.zeros((layers, experts), np.uint64)
+        self._identity = identity
+        self._saved = self.counts.copy()
+
+    @classmethod
+    def load(cls, path: Path, layers: int, experts: int, identity: str) -> Heat:
+        """Read `path` if it is a heat file of the checkpoint `identity`, else start cold."""
+        heat = cls(layers, experts, identity)
+        try:
+            state = json.loads(path.read_text())
+            counts = np.array(state["counts"], np.uint64)
+            if state["format"] != FORMAT or state["identity"] != identity or counts.shape != heat.counts.shape:
+                raise ValueError("it belongs to another checkpoint or version")
+        except FileNotFoundError:
+            return heat
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            logger.warning("heat file %s is not used (%s); starting cold, it is replaced at the next save", path, error)
+            return heat
+        heat.counts = counts
+        heat._saved = counts.copy()
+        return heat
+
+    def add(self, layer: int, experts: NDArray[np.int32], pairs: NDArray[np.int32]) -> None:
+        """Count `pairs` int32 [D] of the distinct `experts` int32 [D] of one layer call."""
+        self.counts[layer, experts] += pairs.astype(np.uint64)
+
+    def hottest(self, layer: int, number: int) -> NDArray[np.int32]:
+        """The `number` hottest experts of a layer, hottest first; equal heat goes by id."""
+        order = np.argsort(-self.counts[layer].astype(np.float64), kind="stable")
+        return order[:number].astype(np.int32)
+
+    def save(self, path: Path) -> None:
+        """Write atomically: a kill leaves the old file or the new one. Does nothing if nothing was counted."""
+        counts = self.counts.copy()
+        if np.array_equal(counts, self._saved) and path.exists():
+            return
+        state = {"format": FORMAT, "identity": self._identity, "counts": counts.tolist()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        self._saved = counts

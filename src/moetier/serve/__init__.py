@@ -1,0 +1,1 @@
+"""Serving: the vLLM plugin and the launcher around it."""

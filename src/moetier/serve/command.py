@@ -1,0 +1,115 @@
+"""The vLLM server's command line and environment, as pure functions of what was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from moetier.errors import SettingsError
+from moetier.settings import Settings
+
+GIB = 2**30
+SMALL_MACHINE = 4
+"""Up to this many CPUs, none is kept free: the HTTP frontend shares them, since it works while the engine waits."""
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """What `moetier serve` was asked for. `records` is decided: records per layer in DRAM."""
+
+    model: Path
+    settings: Settings
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    kv_cache_gib: float = 1.0
+    drain_seconds: int = 30
+    usage_stats: bool = False
+    verbose: bool = False
+    extra: tuple[str, ...] = ()
+    """Arguments that go to vLLM as they are."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_reachable_only_with_key(request: ServeRequest) -> None:
+    """Listening beyond loopback without an API key is refused."""
+    if not is_loopback(request.host) and not request.api_key:
+        raise SettingsError(
+            f"--host {request.host} can be reached from other machines, and no API key is set; "
+            "give one with --api-key or VLLM_API_KEY, or listen on 127.0.0.1"
+        )
+
+
+def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
+    """Command line of the server process. The API key is not on it: it travels in the environment."""
+    command = [
+        *(sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(request.model), "--served-model-name", served_name(request)),
+        *("--quantization", "moetier", "--load-format", "moetier"),
+        *("--additional-config", json.dumps({"moetier": request.settings.model_dump(mode="json", exclude_none=True)})),
+        *("--host", request.host, "--port", str(request.port)),
+        *("--shutdown-timeout", str(request.drain_seconds)),
+        "--enforce-eager",
+    ]
+    if on_cpu:
+        command += ["--kv-cache-memory-bytes", str(int(request.kv_cache_gib * GIB))]
+    if not request.verbose:
+        command += ["--uvicorn-log-level", "warning"]
+    return [*command, *request.extra]
+
+
+def served_name(request: ServeRequest) -> str:
+    """Name of the model in the API: that of its folder."""
+    return request.model.resolve().name
+
+
+def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the server process; what the user set in it stays."""
+    ours = {
+        # OpenMP's threads wait for each other by spinning; passive, they leave the CPUs to the experts' threads.
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(cpu) for cpu in compute_cpus(cpus)),
+        "VLLM_LOGGING_LEVEL": "INFO" if request.verbose else "WARNING",
+    }
+    if not request.usage_stats:
+        ours |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    forced = {"VLLM_API_KEY": request.api_key} if request.api_key else {}
+    return {**ours, **inherited, **forced}
+
+
+def compute_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
+    """CPUs of attention and experts alike, which take turns; the first of a larger machine is the frontend's."""
+    return tuple(cpus) if len(cpus) <= SMALL_MACHINE else tuple(cpus[1:])
+
+
+def example(request: ServeRequest) -> str:
+    """A curl line that the running server answers."""
+    host = "127.0.0.1" if request.host in ("0.0.0.0", "::") else request.host  # noqa: S104 (compared, not bound)
+    host = f"[{host}]" if ":" in host else host
+    body = {
+        "model": served_name(request),
+        "messages": [{"role": "user", "content": "What is 17 + 25?"}],
+        "temperature": 0,
+    }
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if request.api_key else ""
+    return (
+        f"curl http://{host}:{request.port}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"-d '{json.dumps(body)}'"
+    )
+
+
+def api_key_of(option: str | None) -> str | None:
+    """The API key: the option, else VLLM_API_KEY."""
+    return option or os.environ.get("VLLM_API_KEY") or None

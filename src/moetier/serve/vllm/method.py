@@ -1,0 +1,71 @@
+"""The fused-MoE method: what vLLM's router chose goes to the tiered layer, its bits come back."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from moetier.errors import UnsupportedModelError
+from moetier.serve.vllm import ops, runtime
+from moetier.serve.vllm.support import check_supported
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from moetier.layer import TieredModel
+
+
+class MoetierMoEMethod(FusedMoEMethodBase):
+    """Holds no weights: they are in the store. One object per routed-expert layer."""
+
+    def __init__(self, layer: RoutedExperts, checkpoint_config: dict[str, Any] | None) -> None:
+        super().__init__(layer.moe_config)
+        config = get_current_vllm_config()
+        self._model: TieredModel = runtime.tiered_model(config)
+        check_supported(layer, self._model.store, config)
+        self._key = -1
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Nothing to allocate in the framework."""
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Fill the layer's DRAM tier with its hottest records."""
+        if self._key < 0:
+            self._key = ops.register_layer(self._model.attach(layer_number(layer.layer_name)))
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """No stock kernel is used."""
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """X [T, hidden], weights and ids [T, top_k] -> [T, hidden] of x's dtype. Shared experts stay with vLLM."""
+        return torch.ops.moetier.routed_experts(x, topk_weights, topk_ids, self._key)
+
+
+def layer_number(name: str) -> int:
+    """Number of the checkpoint's layer from a module name such as `model.layers.3.mlp.experts`."""
+    numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
+    if len(numbers) != 1:
+        raise UnsupportedModelError(
+            f"cannot tell the layer number of {name!r}: expected one 'layers.N.' in it, found {len(numbers)}"
+        )
+    return int(numbers[0])

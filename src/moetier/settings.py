@@ -1,0 +1,85 @@
+"""All settings of the tiers: one typed object, the same on the command line and in vLLM's --additional-config."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from moetier.errors import SettingsError
+
+
+class Settings(BaseModel):
+    """What a person decides about tiers. Every field has a default but the store."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    store: Path = Field(description="folder of the expert store (`moetier store build`)")
+    dram_records: int | str = Field(
+        "auto",
+        description="experts of each layer to keep in DRAM: a number, a share such as 25%, or auto (what fits)",
+    )
+    staging_records: int = Field(
+        8, ge=1, description="records of DRAM that all layers share for experts that are read and not kept"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads that compute experts (default: the CPUs allowed)")
+    cpus: tuple[int, ...] | None = Field(None, description="CPUs that these threads may use (default: those allowed)")
+    isa: str | None = Field(None, description="instruction set of the CPU kernels (default: the best there is)")
+    disk_threads: int = Field(8, ge=1, le=256, description="reads from the store that may be under way at once")
+    heat_file: Path | None = Field(None, description="where heat is kept (default: heat.json beside the store's files)")
+    heat_save_seconds: float = Field(60.0, gt=0, description="seconds between saves of heat")
+    record_calls: Path | None = Field(
+        None, description="write every layer call (inputs and output bits) to this new folder, for identity --replay"
+    )
+
+    @field_validator("dram_records")
+    @classmethod
+    def _records(cls, value: int | str) -> int | str:
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
+        if isinstance(value, int):
+            if value < 0:
+                raise ValueError("a number of records cannot be negative")
+            return value
+        if value == "auto" or (re.fullmatch(r"\d+(\.\d+)?%", value) and float(value[:-1]) <= 100):
+            return value
+        raise ValueError("expected a number of records, a share such as 25%, or auto")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Settings:
+        """Settings from plain values; SettingsError names every key that is wrong, and the nearest known one."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            problems = [_problem(detail["type"], detail["loc"], detail["msg"]) for detail in error.errors()]
+            raise SettingsError("; ".join(problems)) from None
+
+    def records_of(self, experts: int) -> int | None:
+        """Records per layer of `experts` experts; None: auto."""
+        if isinstance(self.dram_records, int):
+            return min(self.dram_records, experts)
+        if self.dram_records == "auto":
+            return None
+        return int(experts * float(self.dram_records[:-1]) / 100)
+
+    @property
+    def heat_path(self) -> Path:
+        return self.heat_file or self.store / "heat.json"
+
+
+def _problem(kind: str, location: tuple[int | str, ...], message: str) -> str:
+    key = ".".join(str(part) for part in location)
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.4)
+        return f"unknown setting {key!r}" + (f", did you mean {near[0]!r}?" if near else "; known: " + _known())
+    if kind == "missing":
+        return f"setting {key!r} is missing"
+    return f"setting {key!r}: {message}"
+
+
+def _known() -> str:
+    return ", ".join(Settings.model_fields)

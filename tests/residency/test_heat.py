@@ -1,0 +1,89 @@
+"""Heat survives restarts and crashes, and is never worth stopping a server for."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moetier.residency import Heat
+
+IDENTITY = "a" * 64
+
+
+def warm(layers: int = 2, experts: int = 4) -> Heat:
+    heat = Heat(layers, experts, IDENTITY)
+    heat.add(1, np.array([2, 3], np.int32), np.array([5, 9], np.int32))
+    return heat
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "heat.json"
+    warm().save(path)
+    heat = Heat.load(path, 2, 4, IDENTITY)
+    assert heat.counts.tolist() == [[0, 0, 0, 0], [0, 0, 5, 9]]
+    assert heat.hottest(1, 3).tolist() == [3, 2, 0]
+    assert heat.hottest(0, 2).tolist() == [0, 1], "cold experts go by id"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"format": 1}',
+        b'{"format": 1, "identity": "' + b"a" * 64 + b'", "counts": [[1, 2], [3]]}',
+        b'{"format": 1, "identity": "' + b"a" * 64 + b'", "counts": [[-1, 0, 0, 0], [0, 0, 0, 0]]}',
+        b'{"format": 1, "identity": "' + b"b" * 64 + b'", "counts": [[1, 0, 0, 0], [0, 0, 0, 0]]}',
+        b"\xff\xfe\x00",
+    ],
+    ids=["empty", "cut", "list", "keys-missing", "ragged", "negative", "other-checkpoint", "not-text"],
+)
+def test_unusable_file_starts_cold_with_a_warning(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "heat.json"
+    path.write_bytes(content)
+    heat = Heat.load(path, 2, 4, IDENTITY)
+    assert not heat.counts.any()
+    assert str(path) in caplog.text
+    heat.add(0, np.array([1], np.int32), np.array([1], np.int32))
+    heat.save(path)
+    assert Heat.load(path, 2, 4, IDENTITY).counts[0, 1] == 1
+
+
+def test_missing_file_starts_cold_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not Heat.load(tmp_path / "heat.json", 2, 4, IDENTITY).counts.any()
+    assert not caplog.text
+
+
+SAVER = """
+import sys, numpy as np
+from pathlib import Path
+from moetier.residency import Heat
+heat = Heat(8, 4096, "a" * 64)
+while True:
+    heat.counts += np.uint64(1)
+    heat.save(Path(sys.argv[1]))
+    print(flush=True)
+"""
+
+
+def test_kill_during_save_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "heat.json"
+    generator = np.random.default_rng(0)
+    for _ in range(8):
+        saver = subprocess.Popen([sys.executable, "-c", SAVER, str(path)], stdout=subprocess.PIPE, env=os.environ)
+        assert saver.stdout is not None
+        saver.stdout.readline()
+        time.sleep(float(generator.uniform(0, 0.05)))
+        saver.kill()
+        saver.wait()
+        saver.stdout.close()
+        counts = np.array(json.loads(path.read_text())["counts"])
+        assert counts.shape == (8, 4096)
+        assert (counts == counts[0, 0]).all()
+        assert counts[0, 0] >= 1

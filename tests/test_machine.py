@@ -1,0 +1,69 @@
+"""The container's limits come before the host's, in cgroup v2 and v1."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moetier import machine
+
+GIB = 2**30
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cgroup tree, and /proc/self/cgroup that names groups in it."""
+    monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "SELF_CGROUP", tmp_path / "self")
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_this_machine() -> None:
+    memory = machine.memory()
+    assert 0 < memory.available <= memory.limit
+    assert set(machine.allowed_cpus()) <= os.sched_getaffinity(0)
+    assert machine.allowed_cpus()
+
+
+def test_v2_limit_of_an_ancestor(cgroup: Path) -> None:
+    (cgroup / "self").write_text("0::/pod/task\n")
+    write(cgroup / "cgroup/pod", memory__max=str(GIB), memory__current=str(GIB // 2), memory__stat=f"inactive_file {GIB // 8}\n")
+    write(cgroup / "cgroup/pod/task", memory__max="max\n", memory__current="5")
+    assert machine.memory() == machine.Memory(GIB, GIB // 2 + GIB // 8)
+
+
+def test_v1_limit(cgroup: Path) -> None:
+    (cgroup / "self").write_text("4:memory:/pod\n1:cpu,cpuacct:/pod\n0::/\n")
+    write(cgroup / "cgroup/memory/pod", memory__limit_in_bytes=str(GIB), memory__usage_in_bytes="0")
+    assert machine.memory() == machine.Memory(GIB, GIB)
+
+
+def test_v1_without_a_limit_is_no_limit(cgroup: Path) -> None:
+    (cgroup / "self").write_text("4:memory:/\n")
+    write(cgroup / "cgroup/memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="0")
+    assert machine.memory().limit > GIB
+
+
+def test_path_of_the_host_falls_back_to_the_root_that_is_mounted(cgroup: Path) -> None:
+    (cgroup / "self").write_text("0::/of/the/host\n")
+    write(cgroup / "cgroup", memory__max=str(GIB), memory__current="0")
+    assert machine.memory().limit == GIB
+
+
+def test_cpu_quota(cgroup: Path) -> None:
+    (cgroup / "self").write_text("0::/pod\n")
+    write(cgroup / "cgroup/pod", cpu__max="100000 100000\n")
+    assert machine.allowed_cpus() == (min(os.sched_getaffinity(0)),)
+
+
+def test_v1_cpu_quota(cgroup: Path) -> None:
+    (cgroup / "self").write_text("1:cpu,cpuacct:/pod\n")
+    write(cgroup / "cgroup/cpu,cpuacct/pod", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    assert len(machine.allowed_cpus()) == 1

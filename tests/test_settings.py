@@ -1,0 +1,47 @@
+"""One typed settings object; a key that it does not know is an error that suggests the nearest."""
+
+from pathlib import Path
+
+import pytest
+
+from moetier.errors import SettingsError
+from moetier.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("asked", "experts", "records"),
+    [("auto", 256, None), (10, 256, 10), ("10", 256, 10), (300, 256, 256), ("25%", 32, 8), ("0%", 32, 0), ("100%", 7, 7)],
+)
+def test_records_of_a_layer(asked: int | str, experts: int, records: int | None) -> None:
+    assert Settings.parse({"store": "s", "dram_records": asked}).records_of(experts) == records
+
+
+@pytest.mark.parametrize("asked", ["-1", -1, "101%", "a quarter", "25 %", "1.5"])
+def test_records_that_make_no_sense(asked: int | str) -> None:
+    with pytest.raises(SettingsError, match="dram_records"):
+        Settings.parse({"store": "s", "dram_records": asked})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("dram_record", "dram_records"), ("dramRecords", "dram_records"), ("thread", "threads"), ("heatfile", "heat_file")],
+)
+def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(SettingsError, match=f"unknown setting '{key}', did you mean '{nearest}'"):
+        Settings.parse({"store": "s", key: 1})
+
+
+def test_unknown_key_far_from_all_lists_them() -> None:
+    with pytest.raises(SettingsError, match="known: store, dram_records"):
+        Settings.parse({"store": "s", "zzzzzz": 1})
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(SettingsError, match=r"'store' is missing.*'threads'|'threads'.*'store' is missing"):
+        Settings.parse({"threads": 0})
+
+
+def test_settings_travel_as_json() -> None:
+    settings = Settings.parse({"store": "/s", "dram_records": "25%", "cpus": [0, 1]})
+    assert Settings.parse(settings.model_dump(mode="json", exclude_none=True)) == settings
+    assert settings.heat_path == Path("/s/heat.json")
