@@ -1,4 +1,4 @@
-"""Build a store from a checkpoint: killed at any moment it leaves nothing that opens, and resumes at the last whole layer.
+"""Build a store from a checkpoint; killed at any moment it leaves nothing that opens, and resumes.
 
 Everything is written to OUT.partial. A layer is whole once its checksum file exists, which is written after the records
 are on the disk; store.json comes last; then the folder gets its name.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,9 @@ from numpy.typing import NDArray
 
 from moetier import __version__
 from moetier.errors import CheckpointError, StoreError
-from moetier.formats import ExpertMatrices, RecordLayout
+from moetier.formats import RecordLayout
 from moetier.store import manifest as fmt
+from moetier.store.check import check_experts
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
 from moetier.store.manifest import Manifest
@@ -129,7 +129,8 @@ class _Build:
             meter.add((len(layers) - len(missing)) * self.geometry.experts)
             for layer in missing:
                 self._build_layer(layer, pool, meter)
-            checked = self._check(check, pool, progress)
+            with Store(self.partial, self._manifest()) as store:
+                checked = check_experts(store, self.checkpoint, check, pool, progress)
         self._check_source_unchanged()
         with store_errors(f"{self.partial / fmt.FILE} cannot be written"):
             write_durably(self.partial / fmt.FILE, self._manifest().to_json())
@@ -249,30 +250,6 @@ class _Build:
         record: NDArray[np.uint8] = self._local.record
         return record
 
-    def _check(self, count: int, pool: ThreadPoolExecutor, progress: Report | None) -> int:
-        """Compare `count` random experts of every layer, as they lie on the disk, with the checkpoint."""
-        experts = self.geometry.experts
-        count = min(count, experts)
-        layers = range(len(self.checkpoint.moe_layers))
-        chosen = [layer * experts + expert for layer in layers for expert in random.sample(range(experts), count)]
-        if not chosen:
-            return 0
-        with Store(self.partial, self._manifest()) as store:
-
-            def job(item: int) -> None:
-                layer, expert = divmod(item, experts)
-                record = self._buffer()
-                store.read_record(layer, expert, record)
-                difference = first_difference(self.layout.unpack(record), self.checkpoint.read_expert(layer, expert))
-                if difference is not None:
-                    raise StoreError(
-                        f"layer {self.checkpoint.moe_layers[layer].number}, expert {expert}: the store's {difference} "
-                        f"differs from the checkpoint's; remove {self._sums(layer)} and run the command again"
-                    )
-
-            for_each(pool, chosen, job, Meter("check", len(chosen), progress))
-        return len(chosen)
-
     def _check_source_unchanged(self) -> None:
         if Checkpoint.open(self.checkpoint.path).identity() != self.identity:
             raise CheckpointError(
@@ -320,13 +297,3 @@ class _Build:
             sums=self._sums(layer).name,
             sums_sha256=hashlib.sha256(sums).hexdigest(),
         )
-
-
-def first_difference(found: ExpertMatrices, wanted: ExpertMatrices) -> str | None:
-    """Name and place of the first code or scale that differs, None if all are equal."""
-    for matrix in ("gate", "up", "down"):
-        for part in ("codes", "scales"):
-            differ = np.argwhere(getattr(getattr(found, matrix), part) != getattr(getattr(wanted, matrix), part))
-            if differ.size:
-                return f"{matrix} {part} at {differ[0].tolist()} ({len(differ)} in all)"
-    return None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,12 @@ from numpy.typing import NDArray
 
 from moetier.errors import CheckpointError
 
-MAX_JSON = 100_000_000
-"""Bytes of a header, the format's own limit; also for index and config."""
+MAX_JSON = 48 << 20
+"""Bytes of a header, an index or a config: enough for 400,000 tensors, and parsed within a GiB whatever it holds."""
 DENSE_JSON = 1 << 20
-"""From this size on, text that is mostly brackets is refused before it is parsed: it would fill the memory."""
+"""From this size on, text made of nothing but tiny values is refused before it is parsed: it would fill the memory."""
+SPARSE = {b"[": 16, b"{": 16, b'"': 5, b",": 6}
+"""A table of tensors has at least this many bytes for each of these characters."""
 MAX_DIMENSIONS = 8
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -196,8 +199,8 @@ def _parse(raw: bytes, what: str) -> dict[str, Any]:
             raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} twice")
         return found
 
-    if len(raw) > DENSE_JSON and 8 * (raw.count(b"[") + raw.count(b"{")) > len(raw):
-        raise CheckpointError(f"{what}: expected a table of names, found mostly brackets; the file is damaged")
+    if len(raw) > DENSE_JSON and any(raw.count(mark) * size > len(raw) for mark, size in SPARSE.items()):
+        raise CheckpointError(f"{what}: expected a table of names, found mostly punctuation; the file is damaged")
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
@@ -216,7 +219,9 @@ def _weight_map(index: Path) -> tuple[dict[str, str], bytes]:
         raise CheckpointError(f"{index}: expected a weight_map with names and files, found {type(weight_map).__name__}")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: expected a *.safetensors file beside it for tensor {name}, found {file!r}")
+            raise CheckpointError(
+                f"{index}: expected a *.safetensors file beside it for tensor {name}, found {reprlib.repr(file)}"
+            )
     return weight_map, raw
 
 
@@ -226,14 +231,14 @@ def _sizes(value: Any, most: int) -> bool:
 
 def _tensor(name: str, entry: Any, path: Path, data: int) -> Tensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _damaged(path, f"expected dtype, shape and data_offsets of tensor {name}, found {str(entry)[:200]}")
+        raise _damaged(path, f"expected dtype, shape and data_offsets of tensor {name}, found {reprlib.repr(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(
-            f"{path}: tensor {name} has the unknown dtype {str(dtype)[:50]!r}; known: {', '.join(DTYPE_BITS)}"
+            f"{path}: tensor {name} has the unknown dtype {reprlib.repr(dtype)}; known: {', '.join(DTYPE_BITS)}"
         )
     if not _sizes(shape, MAX_DIMENSIONS) or not _sizes(offsets, 2) or len(offsets) != 2:
-        raise _damaged(path, f"tensor {name} has the shape {str(shape)[:100]} and offsets {str(offsets)[:100]}")
+        raise _damaged(path, f"tensor {name} has the shape {reprlib.repr(shape)} and offsets {reprlib.repr(offsets)}")
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
         raise _damaged(path, f"tensor {name} {dtype} {shape} needs {bits / 8:g} bytes, found {offsets[1] - offsets[0]}")
