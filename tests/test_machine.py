@@ -60,10 +60,30 @@ def test_path_of_the_host_falls_back_to_the_root_that_is_mounted(cgroup: Path) -
 def test_cpu_quota(cgroup: Path) -> None:
     (cgroup / "self").write_text("0::/pod\n")
     write(cgroup / "cgroup/pod", cpu__max="100000 100000\n")
-    assert machine.allowed_cpus() == (min(os.sched_getaffinity(0)),)
+    assert machine.default_threads((3, 5, 7)) == 1
+    assert machine.allowed_cpus() == tuple(sorted(os.sched_getaffinity(0))), "a quota says how much, not where"
+
+
+def test_half_a_cpu_is_one_thread(cgroup: Path) -> None:
+    (cgroup / "self").write_text("0::/pod\n")
+    write(cgroup / "cgroup/pod", cpu__max="50000 100000\n")
+    assert machine.default_threads((3, 5, 7)) == 1
+
+
+def test_cpus_beyond_a_pinned_thread_are_not_outside() -> None:
+    mine = os.sched_getaffinity(0)
+    pinned = {min(mine)}
+    os.sched_setaffinity(0, pinned)
+    try:
+        assert machine.outside_cpus(sorted(mine)) == ()
+        assert os.sched_getaffinity(0) == pinned, "the asking thread is left as it was"
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert machine.outside_cpus([*sorted(mine), 4000]) == (4000,)
+    assert machine.outside_cpus([4000]) == (4000,)
 
 
 def test_v1_cpu_quota(cgroup: Path) -> None:
     (cgroup / "self").write_text("1:cpu,cpuacct:/pod\n")
     write(cgroup / "cgroup/cpu,cpuacct/pod", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
-    assert len(machine.allowed_cpus()) == 1
+    assert machine.default_threads((0, 1, 2)) == 1

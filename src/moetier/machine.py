@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +32,33 @@ def memory() -> Memory:
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """CPUs of this process's affinity mask, ascending, as many as the cgroup's CPU quota pays for."""
-    cpus = sorted(os.sched_getaffinity(0))
+    """CPUs that this process may run on, ascending: the affinity mask of its main thread."""
+    return tuple(sorted(os.sched_getaffinity(os.getpid())))
+
+
+def outside_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
+    """Those of `cpus` that the kernel does not let this process run on.
+
+    A framework may have pinned the main thread to fewer than that, so a thread of its own asks for them and looks what
+    it got.
+    """
+    granted: set[int] = set()
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+            granted.update(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return tuple(sorted(set(cpus) - granted))
+
+
+def default_threads(cpus: Sequence[int]) -> int:
+    """Threads to run on `cpus`: one each, fewer where the cgroup's CPU quota pays for less."""
     quota = _cpu_quota()
-    return tuple(cpus if quota is None else cpus[: max(1, round(quota))])
+    return len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
 
 
 def _meminfo() -> dict[str, int]:

@@ -35,6 +35,9 @@ class Settings(BaseModel):
     record_calls: Path | None = Field(
         None, description="write every layer call (inputs and output bits) to this new folder, for identity --replay"
     )
+    failure_file: Path | None = Field(
+        None, description="where the reason is written if the engine must stop (`moetier serve` sets and shows it)"
+    )
 
     @field_validator("dram_records")
     @classmethod

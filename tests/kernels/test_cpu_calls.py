@@ -12,8 +12,8 @@ import pytest
 
 from moetier.errors import SettingsError, StoreError
 from moetier.formats import Family, LayerGeometry
-from moetier.kernels.cpu import ISA_VARIABLE, CpuExperts, ThreadPool, allowed_cpus, available_isas, default_threads
-from moetier.kernels.cpu.pool import cgroup_quota
+from moetier.kernels.cpu import ISA_VARIABLE, CpuExperts, ThreadPool, available_isas
+from moetier.machine import allowed_cpus, default_threads
 
 from .support import assert_same_bits, expected, make_inputs, make_layer, run_forward
 
@@ -364,25 +364,6 @@ def test_after_a_fork(kernel, layer, step):
     assert_same_bits(queue.get(timeout=30), expected(layer, *step, Family()))
     process.join(30)
     assert process.exitcode == 0
-
-
-@pytest.mark.parametrize(
-    ("files", "membership", "quota"),
-    [
-        ({"a/cpu.max": "150000 100000\n"}, "0::/a\n", 1.5),
-        ({"a/cpu.max": "max 100000\n"}, "0::/a\n", None),
-        ({"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 4.0),
-        ({"cpu.max": "200000 100000"}, "0::/elsewhere/in/the/host\n", 2.0),
-        ({}, "0::/a\n", None),
-        ({"cpu/x/cpu.cfs_quota_us": "300000", "cpu/x/cpu.cfs_period_us": "100000"}, "4:cpu,cpuacct:/x\n", 3.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "4:cpu,cpuacct:/\n", None),
-    ],
-)
-def test_cgroup_quota(tmp_path, files, membership, quota):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert cgroup_quota(membership, tmp_path) == quota
 
 
 # Instruction sets

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from moetier import machine
 from moetier.cli.store import progress_bar
@@ -53,7 +57,11 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
     ] = None,
     usage_stats: Annotated[bool, typer.Option(help="Let vLLM report usage statistics.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log.")] = False,
+    log_file: Annotated[
+        Path | None,
+        typer.Option(help="Where vLLM's own log goes (default: serve-PORT.log in the user's state folder)."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="vLLM's own log goes to the terminal.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print where everything lives as one JSON object on stdout.")
     ] = False,
@@ -69,7 +77,7 @@ def serve(
         kv_cache_gib=kv_cache_gib,
         drain_seconds=drain_seconds,
         usage_stats=usage_stats,
-        verbose=verbose,
+        log_file=None if verbose else log_file or _state_folder() / f"serve-{port}.log",
         extra=tuple(context.args),
     )
     check_reachable_only_with_key(request)
@@ -80,23 +88,43 @@ def serve(
     cpus = machine.allowed_cpus()
     records, report = _place(checkpoint, opened, request, cpus)
     _show(report, as_json)
-    decided = settings.model_copy(
-        update={"dram_records": records, "store": settings.store.resolve(), "cpus": settings.cpus or compute_cpus(cpus)}
-    )
-    request = ServeRequest(**{**vars(request), "settings": decided, "model": model.resolve()})
+    with tempfile.TemporaryDirectory(prefix="moetier-") as folder:
+        decided = settings.model_copy(
+            update={
+                "dram_records": records,
+                "store": settings.store.resolve(),
+                "cpus": settings.cpus or compute_cpus(cpus),
+                "failure_file": Path(folder) / "failure.json",
+            }
+        )
+        code = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus)
+    console.print("drained, heat saved, bye")
+    raise typer.Exit(code)
+
+
+def _run(request: ServeRequest, cpus: tuple[int, ...]) -> int:
+    """Run the server with a line of progress until it answers."""
+    if request.log_file is not None:
+        console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, highlight=False)
     with Status("starting vLLM", console=console) as status:
 
         def waiting(seconds: float) -> None:
-            status.update(f"starting vLLM ({seconds:.0f} s)")
+            line = launcher.last_line(request.log_file) if request.log_file else ""
+            status.update(Text(f"starting vLLM ({seconds:.0f} s) {line}", overflow="ellipsis", no_wrap=True))
 
         def ready(seconds: float) -> None:
             status.stop()
-            console.print(f"ready after {seconds:.0f} s on http://{host}:{port}/v1; Ctrl-C ends it. Try:")
+            console.print(
+                f"ready after {seconds:.0f} s on http://{request.host}:{request.port}/v1; Ctrl-C ends it. Try:"
+            )
             console.print(example(request), soft_wrap=True, markup=False, highlight=False)
 
-        code = launcher.run(request, cpus, waiting, ready)
-    console.print("drained, heat saved, bye")
-    raise typer.Exit(code)
+        return launcher.run(request, cpus, waiting, ready)
+
+
+def _state_folder() -> Path:
+    """Where programs keep logs, by the XDG convention."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moetier"
 
 
 def _assignments(pairs: list[str]) -> dict[str, Any]:

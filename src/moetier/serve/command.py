@@ -30,7 +30,8 @@ class ServeRequest:
     kv_cache_gib: float = 1.0
     drain_seconds: int = 30
     usage_stats: bool = False
-    verbose: bool = False
+    log_file: Path | None = None
+    """Where vLLM's own output goes; None: to the terminal."""
     extra: tuple[str, ...] = ()
     """Arguments that go to vLLM as they are."""
 
@@ -65,8 +66,6 @@ def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
     ]
     if on_cpu:
         command += ["--kv-cache-memory-bytes", str(int(request.kv_cache_gib * GIB))]
-    if not request.verbose:
-        command += ["--uvicorn-log-level", "warning"]
     return [*command, *request.extra]
 
 
@@ -81,7 +80,6 @@ def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[s
         # OpenMP's threads wait for each other by spinning; passive, they leave the CPUs to the experts' threads.
         "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(cpu) for cpu in compute_cpus(cpus)),
-        "VLLM_LOGGING_LEVEL": "INFO" if request.verbose else "WARNING",
     }
     if not request.usage_stats:
         ours |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

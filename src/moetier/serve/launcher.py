@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,9 +14,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO
 
 from moetier.errors import MoetierError, SettingsError
 from moetier.serve.command import ServeRequest, arguments, environment
+from moetier.serve.failure import read_failure
 
 POLL_SECONDS = 0.2
 KILL_GRACE_SECONDS = 15
@@ -68,16 +72,19 @@ def run(
 ) -> int:
     """Start the server and stay with it. Returns the exit code: 0 after a signal and a clean end.
 
-    on_wait(seconds) is called while it starts, on_ready(seconds) once when it answers. ServerFailedError if it ends
-    without having been asked to.
+    on_wait(seconds) is called while it starts, on_ready(seconds) once when it answers. If it ends without having been
+    asked to, that is the MoetierError which stopped it, else a ServerFailedError.
     """
     start = time.monotonic()
-    process = subprocess.Popen(
-        arguments(request, runs_on_cpu()),
-        env=environment(request, cpus, os.environ),
-        start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we drain the server
-        preexec_fn=_die_with_parent,
-    )
+    with _output(request.log_file) as output:
+        process = subprocess.Popen(
+            arguments(request, runs_on_cpu()),
+            env=environment(request, cpus, os.environ),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we drain the server
+            preexec_fn=_die_with_parent,
+        )
     with _stop_signals() as stop:
         ready = False
         while process.poll() is None and not stop:
@@ -89,10 +96,43 @@ def run(
         if code is None:
             return _drain(process, request, stop)
     _kill_group(process)
-    raise ServerFailedError(
+    failure = request.settings.failure_file and read_failure(request.settings.failure_file)
+    raise failure or ServerFailedError(
         f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}; "
-        "its last lines above say why"
+        + (
+            f"its log is {request.log_file}, the end of it:\n{_tail(request.log_file)}"
+            if request.log_file
+            else "see above"
+        )
     )
+
+
+@contextmanager
+def _output(path: Path | None) -> Iterator[IO[bytes] | None]:
+    """The log file, new; None leaves the server our terminal."""
+    if path is None:
+        yield None
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb")
+    except OSError as error:
+        raise SettingsError(f"cannot write the log {path} ({error.strerror}); name another with --log-file") from error
+    with file:
+        yield file
+
+
+def _tail(path: Path, lines: int = 12) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def last_line(path: Path) -> str:
+    """The last whole line of a log, for a line of progress; empty if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        lines = file.read().decode(errors="replace").splitlines()
+        return lines[-1] if lines else ""
+    return ""
 
 
 def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> int:

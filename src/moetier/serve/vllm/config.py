@@ -68,7 +68,7 @@ class MoetierConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Ours for routed experts; the checkpoint's own for all others (None: not quantized)."""
         if isinstance(layer, RoutedExperts):
-            return MoetierMoEMethod(layer, self._checkpoint_config)
+            return MoetierMoEMethod(layer)
         if self._delegate is None:
             return _unquantized(layer)
         self._delegate.packed_modules_mapping = self.packed_modules_mapping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ class MoetierLoader(DefaultModelLoader):
         )
         if not is_safetensors:
             raise CheckpointError(f"{folder}: expected *.safetensors, found only other formats; convert the checkpoint")
+        self.counter_before_loading_weights = time.perf_counter()
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)

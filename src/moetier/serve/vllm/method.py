@@ -10,6 +10,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from moetier.errors import UnsupportedModelError
+from moetier.serve.failure import reported
 from moetier.serve.vllm import ops, runtime
 from moetier.serve.vllm.support import check_supported
 
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 class MoetierMoEMethod(FusedMoEMethodBase):
     """Holds no weights: they are in the store. One object per routed-expert layer."""
 
-    def __init__(self, layer: RoutedExperts, checkpoint_config: dict[str, Any] | None) -> None:
+    def __init__(self, layer: RoutedExperts) -> None:
         super().__init__(layer.moe_config)
         config = get_current_vllm_config()
         self._model: TieredModel = runtime.tiered_model(config)
-        check_supported(layer, self._model.store, config)
+        with reported(self._model.settings.failure_file):
+            check_supported(layer, self._model.store, config)
         self._key = -1
 
     def create_weights(
@@ -43,7 +45,10 @@ class MoetierMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Fill the layer's DRAM tier with its hottest records."""
         if self._key < 0:
-            self._key = ops.register_layer(self._model.attach(layer_number(layer.layer_name)))
+            settings = self._model.settings
+            with reported(settings.failure_file):
+                tiers = self._model.attach(layer_number(layer.layer_name))
+            self._key = ops.register_layer(tiers, settings.failure_file)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """No stock kernel is used."""

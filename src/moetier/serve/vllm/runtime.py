@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from moetier.errors import SettingsError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
+from moetier.serve.failure import reported
 from moetier.serve.vllm.plugin import NAME
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
@@ -32,7 +33,8 @@ def tiered_model(vllm_config: Any) -> TieredModel:
         )
     settings = Settings.parse(additional[NAME])
     if settings not in _models:
-        _models[settings] = _open(settings, vllm_config)
+        with reported(settings.failure_file):
+            _models[settings] = _open(settings, vllm_config)
     return _models[settings]
 
 
