@@ -58,6 +58,7 @@ def build(
         "checkpoint identity": report.identity,
     }
     _print_rows(rows)
+    _print_losses(report.losses)
 
 
 @app.command()
@@ -88,6 +89,7 @@ def info(store: StorePath, as_json: Json = False) -> None:
             "built by": f"moetier {manifest.tool_version}",
         }
     )
+    _print_losses({layer.number: layer.loss.model_dump() for layer in manifest.layers if layer.loss is not None})
 
 
 @app.command()
@@ -129,6 +131,18 @@ def progress_bar() -> Iterator[Report]:
 
 def _print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value))
+
+
+def _print_losses(losses: dict[int, dict[str, float]]) -> None:
+    """What re-quantization did to each layer."""
+    if not losses:
+        return
+    table = Table("layer", "relative RMS error", "sign bias", "saturated", title="re-quantization to MXFP4")
+    for number, loss in losses.items():
+        table.add_row(
+            str(number), f"{loss['relative_rms']:.5f}", f"{loss['sign_bias']:+.2e}", f"{loss['saturated_share']:.2%}"
+        )
+    Console().print(table)
 
 
 def _print_rows(rows: dict[str, str]) -> None:

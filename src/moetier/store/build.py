@@ -6,7 +6,6 @@ are on the disk; store.json comes last; then the folder gets its name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -18,12 +17,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier import __version__
 from moetier.errors import CheckpointError, StoreError
 from moetier.formats import RecordLayout
+from moetier.formats.requantize import Loss
 from moetier.store import manifest as fmt
 from moetier.store.check import check_experts
 from moetier.store.checkpoint import Checkpoint
+from moetier.store.describe import LOSS, LayerFiles, describe, layer_files
 from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
 from moetier.store.manifest import Manifest
 from moetier.store.store import Store, checksum
@@ -53,6 +53,8 @@ class BuildReport:
     experts_checked: int
     already_complete: bool
     seconds: float
+    losses: dict[int, dict[str, float]]
+    """What re-quantization did, per layer number; empty where the values are the checkpoint's own."""
 
 
 def build_store(
@@ -81,7 +83,7 @@ def build_store(
             if existing is None:
                 return replace(build.run(check, progress), seconds=time.monotonic() - start)
             build.clean(build.partial)
-    return replace(build.report(0, 0, 0, already_complete=True), seconds=time.monotonic() - start)
+    return replace(build.report(existing, 0, 0, 0), already_complete=True, seconds=time.monotonic() - start)
 
 
 class _Build:
@@ -132,22 +134,23 @@ class _Build:
             with Store(self.partial, self._manifest()) as store:
                 checked = check_experts(store, self.checkpoint, check, pool, progress)
         self._check_source_unchanged()
+        manifest = self._manifest()
         with store_errors(f"{self.partial / fmt.FILE} cannot be written"):
-            write_durably(self.partial / fmt.FILE, self._manifest().to_json())
+            write_durably(self.partial / fmt.FILE, manifest.to_json())
         with store_errors(f"{self.partial} cannot be renamed to {self.out}"):
             self.partial.rename(self.out)
             sync_folder(self.out.parent)
             self.clean(self.out)
-        return self.report(len(missing), len(layers) - len(missing), checked)
+        return self.report(manifest, len(missing), len(layers) - len(missing), checked)
 
     def clean(self, folder: Path) -> None:
         """Remove what only a build needs; the folder too if nothing is left in it."""
-        for name in (PLAN, LOCK):
-            (folder / name).unlink(missing_ok=True)
+        for path in (*folder.glob(f"*{LOSS}"), folder / PLAN, folder / LOCK):
+            path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()
 
-    def report(self, built: int, resumed: int, checked: int, *, already_complete: bool = False) -> BuildReport:
+    def report(self, manifest: Manifest, built: int, resumed: int, checked: int) -> BuildReport:
         layers = len(self.checkpoint.moe_layers)
         return BuildReport(
             store=str(self.out),
@@ -163,15 +166,13 @@ class _Build:
             layers_built=built,
             layers_resumed=resumed,
             experts_checked=checked,
-            already_complete=already_complete,
+            already_complete=False,
             seconds=0.0,
+            losses={entry.number: entry.loss.model_dump() for entry in manifest.layers if entry.loss is not None},
         )
 
-    def _records(self, layer: int) -> Path:
-        return self.partial / f"layer-{self.checkpoint.moe_layers[layer].number:05d}.records"
-
-    def _sums(self, layer: int) -> Path:
-        return self._records(layer).with_suffix(".sums")
+    def _files(self, layer: int) -> LayerFiles:
+        return layer_files(self.partial, self.checkpoint.moe_layers[layer].number)
 
     def _write_plan(self) -> None:
         """Say what OUT.partial is being built from, or check that what lies there is of the same build."""
@@ -202,9 +203,10 @@ class _Build:
 
     def _is_whole(self, layer: int) -> bool:
         try:
+            files = self._files(layer)
             return (
-                self._records(layer).stat().st_size == self.layer_bytes
-                and self._sums(layer).stat().st_size == 8 * self.geometry.experts
+                files.records.stat().st_size == self.layer_bytes
+                and files.sums.stat().st_size == 8 * self.geometry.experts
             )
         except FileNotFoundError:
             return False
@@ -212,7 +214,9 @@ class _Build:
     def _check_space(self, missing: list[int]) -> None:
         with store_errors(f"{self.partial} cannot be read"):
             status = os.statvfs(self.partial)
-            begun = sum(p.stat().st_blocks * 512 for p in map(self._records, missing) if p.exists())
+            begun = sum(
+                p.stat().st_blocks * 512 for p in (self._files(layer).records for layer in missing) if p.exists()
+            )
         free = status.f_bavail * status.f_frsize
         need = len(missing) * (self.layer_bytes + 8 * self.geometry.experts) - begun
         if need > free:
@@ -222,17 +226,20 @@ class _Build:
             )
 
     def _build_layer(self, layer: int, pool: ThreadPoolExecutor, meter: Meter) -> None:
-        path = self._records(layer)
+        files = self._files(layer)
         sums = np.zeros(self.geometry.experts, np.uint64)
-        with store_errors(f"{path} cannot be written"):
-            self._sums(layer).unlink(missing_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        losses: list[Loss | None] = [None] * self.geometry.experts
+        with store_errors(f"{files.records} cannot be written"):
+            files.sums.unlink(missing_ok=True)
+            fd = os.open(files.records, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
                 os.posix_fallocate(fd, 0, self.layer_bytes)
 
                 def job(expert: int) -> None:
                     record = self._buffer()
-                    self.layout.pack(self.checkpoint.read_expert(layer, expert), record)
+                    converted = self.checkpoint.convert(layer, expert)
+                    self.layout.pack(converted.expert, record)
+                    losses[expert] = converted.loss
                     sums[expert] = checksum(record)
                     write_all(fd, record.data, expert * self.layout.stride)
 
@@ -241,7 +248,10 @@ class _Build:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
-            write_durably(self._sums(layer), sums.astype("<u8").tobytes())
+            if self.checkpoint.sources[layer].requantized:
+                total = sum((loss for loss in losses if loss is not None), Loss())
+                write_durably(files.loss, json.dumps(vars(total)).encode())
+            write_durably(files.sums, sums.astype("<u8").tobytes())
 
     def _buffer(self) -> NDArray[np.uint8]:
         """The calling thread's room for one record."""
@@ -257,43 +267,4 @@ class _Build:
             )
 
     def _manifest(self) -> Manifest:
-        checkpoint, geometry = self.checkpoint, self.geometry
-        return Manifest(
-            contract=fmt.CONTRACT,
-            layout=fmt.LAYOUT,
-            slices=geometry.slices,
-            geometry=fmt.GeometryEntry(
-                hidden=geometry.hidden,
-                intermediate=geometry.intermediate,
-                experts=geometry.experts,
-                top_k=geometry.top_k,
-            ),
-            family=fmt.FamilyEntry(
-                swiglu_limit=checkpoint.family.swiglu_limit,
-                route_weight_before_down=checkpoint.family.route_weight_before_down,
-            ),
-            checkpoint=fmt.CheckpointEntry(
-                identity=self.identity,
-                content=checkpoint.identity(deep=True) if self.deep else None,
-                model_type=checkpoint.model_type,
-                source_format=checkpoint.source_format,
-                requantized=checkpoint.requantized,
-            ),
-            record_stride=self.layout.stride,
-            checksum=fmt.CHECKSUM,
-            layers=tuple(self._entry(layer) for layer in range(len(checkpoint.moe_layers))),
-            tool_version=__version__,
-        )
-
-    def _entry(self, layer: int) -> fmt.LayerEntry:
-        moe = self.checkpoint.moe_layers[layer]
-        with store_errors(f"{self._sums(layer)} cannot be read"):
-            sums = self._sums(layer).read_bytes()
-        return fmt.LayerEntry(
-            number=moe.number,
-            name=moe.name,
-            source=self.checkpoint.sources[layer].format,
-            records=self._records(layer).name,
-            sums=self._sums(layer).name,
-            sums_sha256=hashlib.sha256(sums).hexdigest(),
-        )
+        return describe(self.checkpoint, self.geometry, self.partial, self.deep)

@@ -12,7 +12,7 @@ from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
 from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
 from moetier.store.shards import Shards, Tensor, read_json
-from moetier.store.sources import LayerSource, open_layer
+from moetier.store.sources import Converted, LayerSource, open_layer
 
 __all__ = ["Checkpoint", "MoeLayer", "is_expert_tensor"]
 
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def requantized(self) -> bool:
-        """Whether any layer's values change on the way to MXFP4."""
+        """Whether any layer's values may change on the way to MXFP4."""
         return any(source.requantized for source in self.sources)
 
     @property
@@ -84,7 +84,11 @@ class Checkpoint:
 
     def read_expert(self, layer: int, expert: int) -> ExpertMatrices:
         """The matrices of one expert; layer is an index into `moe_layers`. Reads only this expert's bytes."""
-        return self.sources[layer].read(expert)
+        return self.convert(layer, expert).expert
+
+    def convert(self, layer: int, expert: int) -> Converted:
+        """As `read_expert`, with what its values lost on the way to MXFP4."""
+        return self.sources[layer].convert(expert)
 
     def identity(self, *, deep: bool = False) -> str:
         """sha256 (hex) over config.json, the index and every shard's name, size and header; deep: also its content."""

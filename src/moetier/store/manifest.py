@@ -41,6 +41,14 @@ class FamilyEntry(_Model):
     route_weight_before_down: bool
 
 
+class LossEntry(_Model):
+    """What re-quantization did to a layer's weights; docs/store.md says what each number means."""
+
+    relative_rms: float
+    sign_bias: float
+    saturated_share: float
+
+
 class LayerEntry(_Model):
     """One MoE layer: its number and name in the checkpoint, and its files in the store's folder."""
 
@@ -51,6 +59,8 @@ class LayerEntry(_Model):
     records: str = Field(pattern=r"^layer-\d{5}\.records$")
     sums: str = Field(pattern=r"^layer-\d{5}\.sums$")
     sums_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    loss: LossEntry | None = None
+    """None: the values are the checkpoint's own."""
 
 
 class CheckpointEntry(_Model):

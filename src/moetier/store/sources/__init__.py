@@ -7,12 +7,22 @@ from typing import Any
 from moetier.errors import CheckpointError
 from moetier.store.names import MoeLayer
 from moetier.store.shards import Shards
-from moetier.store.sources.base import LayerSource
-from moetier.store.sources.mxfp4 import Mxfp4Source
+from moetier.store.sources.base import Converted, LayerSource
+from moetier.store.sources.floats import FloatSource, FusedFloatSource
+from moetier.store.sources.fp8 import Fp8Source
+from moetier.store.sources.mxfp4 import GptOssSource, Mxfp4Source
+from moetier.store.sources.nvfp4 import Nvfp4Source
 
-SOURCES: tuple[type[LayerSource], ...] = (Mxfp4Source,)
+SOURCES: tuple[type[LayerSource], ...] = (
+    Mxfp4Source,
+    GptOssSource,
+    Nvfp4Source,
+    Fp8Source,
+    FloatSource,
+    FusedFloatSource,
+)
 
-__all__ = ["SOURCES", "LayerSource", "open_layer"]
+__all__ = ["SOURCES", "Converted", "LayerSource", "open_layer"]
 
 
 def open_layer(shards: Shards, layer: MoeLayer, experts: int, config: dict[str, Any]) -> LayerSource:
@@ -22,6 +32,6 @@ def open_layer(shards: Shards, layer: MoeLayer, experts: int, config: dict[str, 
             return source(shards, layer, experts, config)
     sample = [t for name, t in sorted(shards.tensors.items()) if name.startswith(layer.name + ".")][:6]
     raise CheckpointError(
-        f"layer {layer.number} of {shards.folder}: expected experts as {' or '.join(s.format for s in SOURCES)}, found "
-        + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in sample)
+        f"layer {layer.number} of {shards.folder}: expected experts in MXFP4, NVFP4 (modelopt), FP8 (E4M3), BF16, FP16 "
+        "or FP32, found " + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in sample)
     )

@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moetier.errors import CheckpointError
-from moetier.formats import ExpertMatrices
+from moetier.formats import E8M0_NAN, ExpertMatrices
+from moetier.formats.requantize import Loss, NotFiniteError, Rows, requantize
 from moetier.store.names import MATRICES, MoeLayer
 from moetier.store.shards import Shards, Tensor
 
+GATE, UP, DOWN = range(3)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One expert, and what became of its values on the way; None: they are the checkpoint's own."""
+
+    expert: ExpertMatrices
+    loss: Loss | None
+
 
 class LayerSource(ABC):
-    """The routed experts of one layer in one number format.
+    """The routed experts of one layer in one number format and layout.
 
     A subclass checks names, dtypes and shapes when it is made, so that a build does not fail after hours, and reads
-    only the bytes of the expert asked for. `read` is called from several threads.
+    only the bytes of the expert asked for. `convert` is called from several threads.
     """
 
-    format: ClassVar[str]
+    format: str
     """Name of the number format, as it stands in store.json."""
     requantized: ClassVar[bool]
-    """Whether values change on the way to MXFP4."""
+    """Whether values may change on the way to MXFP4."""
 
     def __init__(self, shards: Shards, layer: MoeLayer, experts: int, config: dict[str, Any]) -> None:
         self.shards = shards
         self.layer = layer
         self.experts = experts
-        self.hidden, self.intermediate = self.check(config)
+        self.config = config
+        self.hidden, self.intermediate = self.check()
 
     @classmethod
     @abstractmethod
@@ -35,15 +51,15 @@ class LayerSource(ABC):
         """Whether the layer looks like this format, judged by names and dtypes of its first expert."""
 
     @abstractmethod
-    def check(self, config: dict[str, Any]) -> tuple[int, int]:
+    def check(self) -> tuple[int, int]:
         """Check every tensor of the layer; (hidden, intermediate)."""
 
     @abstractmethod
-    def read(self, expert: int) -> ExpertMatrices:
-        """gate, up and down of one expert. A scale of NaN or a read that fails is a CheckpointError."""
+    def convert(self, expert: int) -> Converted:
+        """gate, up and down of one expert. A NaN among its scales or values is a CheckpointError."""
 
-    def tensor(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor, with a dtype and shape that were expected."""
+    def tensor(self, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> Tensor:
+        """The tensor, with a dtype and (if given) a shape that were expected."""
         tensor = self.shards.tensors.get(name)
         if tensor is None:
             raise CheckpointError(
@@ -54,14 +70,96 @@ class LayerSource(ABC):
             raise CheckpointError(
                 f"{tensor}: expected dtype {' or '.join(dtypes)} ({self.format} experts), found {tensor.dtype}"
             )
-        if shape is not None and tensor.shape != shape:
-            raise CheckpointError(f"{tensor}: expected shape {list(shape)}, found {list(tensor.shape)}")
+        if shapes and tensor.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise CheckpointError(f"{tensor}: expected shape {wanted}, found {list(tensor.shape)}")
         return tensor
+
+
+class PerExpertSource(LayerSource):
+    """Layouts in which each matrix of each expert has tensors of its own, X.weight [out, in] and companions."""
+
+    weight_dtypes: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def first_weight(cls, shards: Shards, layer: MoeLayer) -> Tensor | None:
+        """The gate of expert 0, if the layer has this layout."""
+        triple = spelling(shards, layer)
+        return None if triple is None else shards.tensors[f"{layer.name}.0.{triple[GATE]}.weight"]
+
+    def check(self) -> tuple[int, int]:
+        triple = spelling(self.shards, self.layer)
+        assert triple is not None
+        self.spelling = triple
+        gate = self.tensor(f"{self.name(0, GATE)}.weight", self.weight_dtypes)
+        if len(gate.shape) != 2:
+            raise CheckpointError(f"{gate}: expected a matrix, found shape {list(gate.shape)}")
+        intermediate, hidden = gate.shape[0], gate.shape[1] * self.per_column(gate)
+        for expert in range(self.experts):
+            for matrix in range(3):
+                rows, k = (hidden, intermediate) if matrix == DOWN else (intermediate, hidden)
+                weight = self.tensor(f"{self.name(expert, matrix)}.weight", self.weight_dtypes)
+                self.tensor(weight.name, self.weight_dtypes, (rows, k // self.per_column(weight)))
+                self.check_companions(self.name(expert, matrix), rows, k)
+        return hidden, intermediate
+
+    def per_column(self, weight: Tensor) -> int:
+        """Values that one element of a weight's row holds."""
+        return 1
+
+    def check_companions(self, name: str, rows: int, k: int) -> None:
+        """Check the other tensors of a matrix [rows, k], such as its scales."""
+
+    def name(self, expert: int, matrix: int) -> str:
+        """X of X.weight; matrix is GATE, UP or DOWN."""
+        return f"{self.layer.name}.{expert}.{self.spelling[matrix]}"
+
+
+class Requantizing(LayerSource):
+    """Formats whose values are computed, row by row, and rounded to MXFP4."""
+
+    requantized = True
+
+    @abstractmethod
+    def rows(self, expert: int, matrix: int) -> Rows:
+        """The values of GATE, UP or DOWN as float64, a range of rows at a time."""
+
+    def convert(self, expert: int) -> Converted:
+        matrices, loss = [], Loss()
+        for matrix in range(3):
+            n, k = (self.hidden, self.intermediate) if matrix == DOWN else (self.intermediate, self.hidden)
+            try:
+                result, part = requantize(self.rows(expert, matrix), n, k)
+            except NotFiniteError as error:
+                raise CheckpointError(
+                    f"layer {self.layer.number} ({self.layer.name}) of {self.shards.folder}, expert {expert}, "
+                    f"{('gate', 'up', 'down')[matrix]}: expected finite weights, found a NaN or infinity in {error}; "
+                    "the weights are damaged: download them again"
+                ) from error
+            matrices.append(result)
+            loss += part
+        return Converted(ExpertMatrices(*matrices), loss)
 
 
 def spelling(shards: Shards, layer: MoeLayer) -> tuple[str, str, str] | None:
     """How the layer's experts spell (gate, up, down), where each expert has tensors of its own."""
     for triple in MATRICES:
-        if f"{layer.name}.0.{triple[0]}.weight" in shards.tensors:
+        if f"{layer.name}.0.{triple[GATE]}.weight" in shards.tensors:
             return triple
     return None
+
+
+def read_part(shards: Shards, tensor: Tensor, index: int) -> NDArray[np.uint8]:
+    """The bytes of tensor[index], uint8 [bytes]."""
+    size = tensor.nbytes // tensor.shape[0]
+    return shards.read(tensor, index * size, size)
+
+
+def refuse_nan_scales(tensor: Tensor, scales: NDArray[np.uint8]) -> None:
+    """E8M0 byte 255 is no number; scales may be any part of the tensor."""
+    bad = np.argwhere(scales == E8M0_NAN)
+    if bad.size:
+        raise CheckpointError(
+            f"{tensor}: expected scales that are numbers, found E8M0 byte 255 (NaN) at {bad[0].tolist()} and "
+            f"{len(bad)} of them in all; the weights are damaged: download the file again"
+        )

@@ -1,74 +1,84 @@
-"""MXFP4 experts in DeepSeek-V4's convention: X.weight [out, in/2] of two codes a byte, X.scale [out, in/32] in E8M0."""
+"""MXFP4 experts, whose bytes move as they are: DeepSeek-V4's convention, and gpt-oss's fused blocks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from moetier.errors import CheckpointError
-from moetier.formats import BLOCK, E8M0_NAN, ExpertMatrices, Matrix
+from moetier.formats import BLOCK, ExpertMatrices, Matrix
 from moetier.store.names import MoeLayer
-from moetier.store.shards import Shards
-from moetier.store.sources.base import LayerSource, spelling
+from moetier.store.shards import Shards, Tensor
+from moetier.store.sources.base import Converted, LayerSource, PerExpertSource, read_part, refuse_nan_scales
 
-CODES = ("I8", "U8", "F4")
 SCALES = ("F8_E8M0", "U8")
 
 
-class Mxfp4Source(LayerSource):
-    """The checkpoint's own values: bytes move, no nibble changes."""
+class Mxfp4Source(PerExpertSource):
+    """X.weight [out, in/2] of two codes a byte, low nibble first, and X.scale [out, in/32] in E8M0."""
+
+    format = "mxfp4"
+    requantized = False
+    weight_dtypes = ("I8", "U8", "F4")
+
+    @classmethod
+    def matches(cls, shards: Shards, layer: MoeLayer) -> bool:
+        weight = cls.first_weight(shards, layer)
+        if weight is None or weight.dtype not in cls.weight_dtypes:
+            return False
+        return weight.name.removesuffix("weight") + "scale" in shards.tensors
+
+    def per_column(self, weight: Tensor) -> int:
+        return 1 if weight.dtype == "F4" else 2
+
+    def check_companions(self, name: str, rows: int, k: int) -> None:
+        self.tensor(f"{name}.scale", SCALES, (rows, k // BLOCK))
+
+    def convert(self, expert: int) -> Converted:
+        return Converted(ExpertMatrices(*(self._matrix(self.name(expert, matrix)) for matrix in range(3))), None)
+
+    def _matrix(self, name: str) -> Matrix:
+        weight, scale = self.shards.tensors[f"{name}.weight"], self.shards.tensors[f"{name}.scale"]
+        codes = self.shards.read(weight).reshape(weight.shape[0], -1)
+        scales = self.shards.read(scale).reshape(scale.shape)
+        refuse_nan_scales(scale, scales)
+        return Matrix(codes, scales)
+
+
+class GptOssSource(LayerSource):
+    """gate_up_proj_blocks [E, 2I, H/32, 16], rows gate and up by turns, and down_proj_blocks [E, H, I/32, 16]; _scales.
+
+    Its biases stay in the checkpoint: the contract has none, so serving refuses such a model.
+    """
 
     format = "mxfp4"
     requantized = False
 
     @classmethod
     def matches(cls, shards: Shards, layer: MoeLayer) -> bool:
-        triple = spelling(shards, layer)
-        if triple is None:
-            return False
-        weight = shards.tensors[f"{layer.name}.0.{triple[0]}.weight"]
-        return weight.dtype in CODES and f"{layer.name}.0.{triple[0]}.scale" in shards.tensors
+        return f"{layer.name}.gate_up_proj_blocks" in shards.tensors
 
-    def check(self, config: dict[str, Any]) -> tuple[int, int]:
-        triple = spelling(self.shards, self.layer)
-        assert triple is not None
-        self.spelling = triple
-        gate = self.tensor(f"{self.layer.name}.0.{triple[0]}.weight", CODES)
-        if len(gate.shape) != 2:
-            raise CheckpointError(f"{gate}: expected a matrix [out, in/2], found shape {list(gate.shape)}")
-        hidden, intermediate = _columns(gate.dtype, gate.shape[1]), gate.shape[0]
-        for expert in range(self.experts):
-            for matrix in range(3):
-                self._check_matrix(expert, matrix, *((intermediate, hidden) if matrix < 2 else (hidden, intermediate)))
+    def check(self) -> tuple[int, int]:
+        down = self.tensor(f"{self.layer.name}.down_proj_blocks", ("U8",))
+        if len(down.shape) != 4:
+            raise CheckpointError(f"{down}: expected shape [experts, out, in/32, 16], found {list(down.shape)}")
+        hidden, intermediate = down.shape[1], down.shape[2] * BLOCK
+        for name, rows, k in (("gate_up_proj", 2 * intermediate, hidden), ("down_proj", hidden, intermediate)):
+            self.tensor(f"{self.layer.name}.{name}_blocks", ("U8",), (self.experts, rows, k // BLOCK, BLOCK // 2))
+            self.tensor(f"{self.layer.name}.{name}_scales", SCALES, (self.experts, rows, k // BLOCK))
         return hidden, intermediate
 
-    def _check_matrix(self, expert: int, matrix: int, rows: int, k: int) -> None:
-        name = self._name(expert, matrix)
-        weight = self.tensor(f"{name}.weight", CODES)
-        self.tensor(weight.name, CODES, (rows, k if weight.dtype == "F4" else k // 2))
-        self.tensor(f"{name}.scale", SCALES, (rows, k // BLOCK))
+    def convert(self, expert: int) -> Converted:
+        both = self._matrix("gate_up_proj", expert)
+        gate, up = (
+            Matrix(np.ascontiguousarray(both.codes[turn::2]), np.ascontiguousarray(both.scales[turn::2]))
+            for turn in (0, 1)
+        )
+        return Converted(ExpertMatrices(gate, up, self._matrix("down_proj", expert)), None)
 
-    def _name(self, expert: int, matrix: int) -> str:
-        return f"{self.layer.name}.{expert}.{self.spelling[matrix]}"
-
-    def read(self, expert: int) -> ExpertMatrices:
-        return ExpertMatrices(*(self._matrix(expert, matrix) for matrix in range(3)))
-
-    def _matrix(self, expert: int, matrix: int) -> Matrix:
-        name = self._name(expert, matrix)
-        weight, scale = self.shards.tensors[f"{name}.weight"], self.shards.tensors[f"{name}.scale"]
-        codes = self.shards.read(weight).reshape(weight.shape[0], -1)
-        scales = self.shards.read(scale).reshape(scale.shape)
-        bad = np.argwhere(scales == E8M0_NAN)
-        if bad.size:
-            raise CheckpointError(
-                f"{scale}: expected scales that are numbers, found E8M0 byte 255 (NaN) at {bad[0].tolist()} and "
-                f"{len(bad)} of them in all; the weights are damaged: download the file again"
-            )
-        return Matrix(codes, scales)
-
-
-def _columns(dtype: str, columns: int) -> int:
-    """Elements of a row: F4 counts them, I8 and U8 hold two each."""
-    return columns if dtype == "F4" else 2 * columns
+    def _matrix(self, name: str, expert: int) -> Matrix:
+        rows = self.hidden if name == "down_proj" else 2 * self.intermediate
+        blocks = self.shards.tensors[f"{self.layer.name}.{name}_blocks"]
+        scale = self.shards.tensors[f"{self.layer.name}.{name}_scales"]
+        scales = read_part(self.shards, scale, expert).reshape(rows, -1)
+        refuse_nan_scales(scale, scales)
+        return Matrix(read_part(self.shards, blocks, expert).reshape(rows, -1), scales)

@@ -1,0 +1,89 @@
+"""FP8 experts: X.weight E4M3 [out, in] with one scale per block, per row or per matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetier.errors import CheckpointError
+from moetier.formats import e8m0_to_float
+from moetier.formats.e4m3 import E4M3_VALUES
+from moetier.formats.requantize import Rows
+from moetier.store.names import MoeLayer
+from moetier.store.shards import Shards, Tensor
+from moetier.store.sources.base import PerExpertSource, Requantizing, refuse_nan_scales
+from moetier.store.sources.floats import DECODE
+
+SCALE_SUFFIXES = ("weight_scale_inv", "scale", "weight_scale")
+"""What the scales are called. All of them multiply, whatever the name says."""
+SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
+DEFAULT_BLOCK = (128, 128)
+
+
+class Fp8Source(PerExpertSource, Requantizing):
+    """value = E4M3 * scale[row / block rows, column / block columns]."""
+
+    format = "fp8"
+    weight_dtypes = ("F8_E4M3",)
+
+    @classmethod
+    def matches(cls, shards: Shards, layer: MoeLayer) -> bool:
+        weight = cls.first_weight(shards, layer)
+        return weight is not None and weight.dtype == "F8_E4M3"
+
+    def check(self) -> tuple[int, int]:
+        self.block = block_size(self.config)
+        return super().check()
+
+    def check_companions(self, name: str, rows: int, k: int) -> None:
+        self._block_of(self._scale(name), rows, k)
+
+    def rows(self, expert: int, matrix: int) -> Rows:
+        name = self.name(expert, matrix)
+        weight, scale = self.shards.tensors[f"{name}.weight"], self._scale(name)
+        n, k = weight.shape
+        block_rows, block_columns = self._block_of(scale, n, k)
+        scales = self._scales(scale).reshape(-(-n // block_rows), -(-k // block_columns))
+        raw = self.shards.read(weight).reshape(n, k)
+
+        def values(start: int, stop: int) -> NDArray[np.float64]:
+            per_row = scales[np.arange(start, stop) // block_rows]
+            scaled: NDArray[np.float64] = E4M3_VALUES[raw[start:stop]]
+            scaled *= np.repeat(per_row, block_columns, axis=1)[:, :k]
+            return scaled
+
+        return values
+
+    def _scale(self, name: str) -> Tensor:
+        found = next((f"{name}.{s}" for s in SCALE_SUFFIXES if f"{name}.{s}" in self.shards.tensors), None)
+        return self.tensor(found or f"{name}.{SCALE_SUFFIXES[0]}", SCALE_DTYPES)
+
+    def _block_of(self, scale: Tensor, n: int, k: int) -> tuple[int, int]:
+        """Rows and columns that share one scale, by config.json and the scale's shape."""
+        if self.block is None and scale.shape in ((n, 1), (n,)):
+            return 1, k
+        if self.block is None and scale.shape in ((), (1,), (1, 1)):
+            return n, k
+        rows, columns = self.block or DEFAULT_BLOCK
+        self.tensor(scale.name, SCALE_DTYPES, (-(-n // rows), -(-k // columns)))
+        return rows, columns
+
+    def _scales(self, tensor: Tensor) -> NDArray[np.float64]:
+        raw = self.shards.read(tensor)
+        if tensor.dtype != "F8_E8M0":
+            return DECODE[tensor.dtype](raw)
+        refuse_nan_scales(tensor, raw)
+        return e8m0_to_float(raw)
+
+
+def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
+    """(rows, columns) of weight_block_size in config.json, None if it has none."""
+    quantization = config.get("quantization_config")
+    value = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise CheckpointError(f"config.json: expected two positive integers for weight_block_size, found {value!r}")
+    return value[0], value[1]
