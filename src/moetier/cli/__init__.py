@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from moetier.cli import eval as evaluation
 from moetier.cli import identity, serve, store, version
 from moetier.errors import MoetierError
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     help="Serve Mixture-of-Experts models that do not fit the GPU: the same bits wherever an expert lives.",
 )
 app.add_typer(store.app, name="store")
+app.add_typer(evaluation.app, name="eval")
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve.serve)
 app.command("identity")(identity.identity)
 app.command("version")(version.version)
