@@ -10,6 +10,8 @@ namespace moetier {
 inline constexpr std::size_t kBlock = 32;      // elements along K that share a scale
 inline constexpr std::size_t kTileRows = 16;   // rows of a weight tile
 inline constexpr std::size_t kTileCodes = 256; // bytes of codes of a tile: 16 rows of 16 bytes
+inline constexpr std::size_t kStripRows = 32;  // rows of a strip, two row tiles: what a kernel call computes
+inline constexpr std::size_t kMostRows = 64;   // rows of activations in one kernel call
 inline constexpr int kBadRow = 127;            // exponent of a row with a NaN or an infinity
 inline constexpr float kTiny = 0x1p-100F;      // F(x) = +0 below it
 inline constexpr int kMinShift = -126;         // c below it: the block's value is +0

@@ -1,4 +1,5 @@
 #include "core/experts.h"
+#include "core/experts_work.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,22 +10,6 @@ namespace {
 
 constexpr std::size_t kPiece = 64; // pairs of one expert that a task takes through its tiles at a time
 constexpr std::size_t kRecordAlignment = 64;
-
-ExponentRange widest() {
-  return {kBadRow, -128};
-}
-
-void widen(ExponentRange &range, ExponentRange by) {
-  range.lo = std::min(range.lo, by.lo);
-  range.hi = std::max(range.hi, by.hi);
-}
-
-template <typename Better>
-void improve(std::atomic<std::int8_t> &value, std::int8_t candidate, Better better) {
-  std::int8_t seen = value.load(std::memory_order_relaxed);
-  while (better(candidate, seen) && !value.compare_exchange_weak(seen, candidate, std::memory_order_relaxed)) {
-  }
-}
 
 bool aligned(std::uint64_t address) {
   return address != 0 && address % kRecordAlignment == 0;
@@ -66,10 +51,10 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
     left_ = arena_.take<std::atomic<std::int32_t>>(shape.experts);
     cursor_ = arena_.take<std::int32_t>(shape.experts);
     for (Scratch &scratch : scratch_) {
-      scratch.gate = arena_.take<float>(kPiece * kBlock);
-      scratch.up = arena_.take<float>(kPiece * kBlock);
-      scratch.y = arena_.take<float>(shape.slices * kPiece * kTileRows);
-      scratch.rows = arena_.take<const ActBlock *>(kPiece);
+      scratch.gate = arena_.take<float>(kMostRows * kStripRows);
+      scratch.up = arena_.take<float>(kMostRows * kStripRows);
+      scratch.y = arena_.take<float>(shape.slices * kMostRows * kStripRows);
+      scratch.rows = arena_.take<const ActBlock *>(kMostRows);
     }
   };
   take();
@@ -96,7 +81,7 @@ void Experts::route(const Id *ids, const float *weights, std::size_t tokens) {
     counts_[listed_] = count;
     begins_[listed_] = begin;
     stages_[listed_] = Stage::listed;
-    left_[listed_].store(static_cast<std::int32_t>(shape_.slices * inner_blocks()), std::memory_order_relaxed);
+    left_[listed_].store(static_cast<std::int32_t>(parts_per_expert()), std::memory_order_relaxed);
     cursor_[expert] = begin;
     begin += count;
     ++listed_;
@@ -108,8 +93,8 @@ void Experts::route(const Id *ids, const float *weights, std::size_t tokens) {
     pair_weight_[at] = weights[p];
   }
   for (std::size_t i = 0; i < static_cast<std::size_t>(begin) * shape_.slices; ++i) {
-    h_lo_[i].store(widest().lo, std::memory_order_relaxed);
-    h_hi_[i].store(widest().hi, std::memory_order_relaxed);
+    h_lo_[i].store(kNoBlocks.lo, std::memory_order_relaxed);
+    h_hi_[i].store(kNoBlocks.hi, std::memory_order_relaxed);
   }
 }
 
@@ -132,121 +117,26 @@ void Experts::quantize_row(const StepInput &input, std::size_t token) {
                                             : kernels_.quantize_f32(input.x_f32 + start, x_blocks_, out);
 }
 
-// 32 rows of gate and of up, hence one block of h, for every pair of an expert.
-void Experts::gate_up_task(std::size_t index, std::uint64_t address, std::size_t slice, std::size_t block,
-                           Scratch &scratch) {
-  const auto *base = reinterpret_cast<const std::uint8_t *>(address) + (shape_.first_slice + slice) * slice_bytes_;
-  const std::size_t begin = static_cast<std::size_t>(begins_[index]);
-  const std::size_t end = begin + static_cast<std::size_t>(counts_[index]);
-  for (std::size_t first = begin; first < end; first += kPiece) {
-    const std::size_t count = std::min(kPiece, end - first);
-    ExponentRange range = widest();
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::size_t token = token_of(first + i);
-      scratch.rows[i] = x_ + token * x_blocks_;
-      if (x_range_[token].hi != kBadRow) widen(range, x_range_[token]);
-    }
-    if (range.lo == kBadRow) range = {0, 0}; // bad rows only: zeros
-    for (std::size_t half = 0; half < 2; ++half) {
-      const std::size_t tile = 2 * block + half;
-      const std::size_t codes = tile * x_blocks_ * kTileCodes;
-      const std::size_t scales = tile * x_blocks_ * kTileRows;
-      kernels_.tile({base + codes, base + gate_scales_ + scales, x_blocks_, scratch.rows, count, range,
-                     scratch.gate + half * kTileRows, kBlock});
-      kernels_.tile({base + up_codes_ + codes, base + up_scales_ + scales, x_blocks_, scratch.rows, count, range,
-                     scratch.up + half * kTileRows, kBlock});
-    }
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::size_t pair = first + i;
-      const std::size_t at = pair * shape_.slices + slice;
-      ActBlock *out = h_row(pair, slice) + block;
-      const int raw =
-          kernels_.activate(scratch.gate + i * kBlock, scratch.up + i * kBlock, activation_, pair_weight_[pair], out);
-      const bool bad = x_range_[token_of(pair)].hi == kBadRow;
-      const auto e = static_cast<std::int8_t>(bad ? kBadRow : raw);
-      improve(h_lo_[at], e, std::less<>());
-      improve(h_hi_[at], e, std::greater<>());
-    }
-  }
-}
-
-// 16 rows of the down projection for every pair of an expert, added to the tokens' sums.
-void Experts::down_task(std::size_t index, std::uint64_t address, std::size_t tile, Scratch &scratch) {
-  const std::size_t begin = static_cast<std::size_t>(begins_[index]);
-  const std::size_t end = begin + static_cast<std::size_t>(counts_[index]);
-  for (std::size_t first = begin; first < end; first += kPiece) {
-    const std::size_t count = std::min(kPiece, end - first);
-    for (std::size_t slice = 0; slice < shape_.slices; ++slice) {
-      float *y = scratch.y + slice * kPiece * kTileRows;
-      ExponentRange range = widest();
-      bool any_bad = false;
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::size_t at = (first + i) * shape_.slices + slice;
-        const ExponentRange row = {h_lo_[at].load(std::memory_order_relaxed),
-                                   h_hi_[at].load(std::memory_order_relaxed)};
-        scratch.rows[i] = h_row(first + i, slice);
-        if (row.hi == kBadRow) {
-          any_bad = true;
-        } else {
-          widen(range, row);
-        }
-      }
-      if (range.lo == kBadRow) range = {0, 0};
-      const auto *base = reinterpret_cast<const std::uint8_t *>(address) + (shape_.first_slice + slice) * slice_bytes_;
-      kernels_.tile({base + down_codes_ + tile * h_blocks_ * kTileCodes,
-                     base + down_scales_ + tile * h_blocks_ * kTileRows, h_blocks_, scratch.rows, count, range, y,
-                     kTileRows});
-      for (std::size_t i = 0; any_bad && i < count; ++i) {
-        const std::size_t at = (first + i) * shape_.slices + slice;
-        if (h_hi_[at].load(std::memory_order_relaxed) != kBadRow) continue;
-        std::fill_n(y + i * kTileRows, kTileRows, std::numeric_limits<float>::quiet_NaN());
-      }
-    }
-    for (std::size_t parts = shape_.slices; parts > 1; parts /= 2) {
-      for (std::size_t part = 0; part < parts / 2; ++part) {
-        float *to = scratch.y + part * kPiece * kTileRows;
-        const float *left = scratch.y + 2 * part * kPiece * kTileRows;
-        const float *right = left + kPiece * kTileRows;
-        for (std::size_t i = 0; i < count * kTileRows; ++i) to[i] = left[i] + right[i];
-      }
-    }
-    for (std::size_t i = 0; i < count; ++i) {
-      const float weight = activation_.weighted ? 1.0F : pair_weight_[first + i];
-      kernels_.accumulate(scratch.y + i * kTileRows, weight, acc(tile, token_of(first + i)));
-    }
-  }
-}
-
-void Experts::clear_tile(std::size_t tile) {
-  std::memset(acc(tile, 0), 0, tokens_ * kTileRows * sizeof(float));
-}
-
-void Experts::write_tile(std::size_t tile, std::uint16_t *out) const {
-  for (std::size_t token = 0; token < tokens_; ++token) {
-    kernels_.to_bf16(acc(tile, token), out + token * shape_.hidden + tile * kTileRows);
-  }
-}
-
-void Experts::begin(const StepInput &input) {
-  route(input);
-  std::atomic<std::size_t> next_row{0};
-  std::atomic<std::size_t> next_tile{0};
-  pool_.run([&](int) {
-    for (std::size_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < tokens_;) quantize_row(input, row);
-    for (std::size_t tile; (tile = next_tile.fetch_add(1, std::memory_order_relaxed)) < hidden_tiles();)
-      clear_tile(tile);
-  });
-  count_bad_rows();
-  open_ = true;
-}
-
 void Experts::count_bad_rows() {
   bad_rows_ = static_cast<std::size_t>(
       std::count_if(x_range_, x_range_ + tokens_, [](ExponentRange range) { return range.hi == kBadRow; }));
 }
 
-StepError Experts::gate_up(std::span<const std::int32_t> indices, std::span<const std::uint64_t> addresses) {
-  if (!open_) return StepError::no_step;
+void Experts::begin(const StepInput &input) {
+  route(input);
+  std::atomic<std::size_t> next_row{0};
+  std::atomic<std::size_t> next_strip{0};
+  pool_.run([&](int) {
+    for (std::size_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < tokens_;) quantize_row(input, row);
+    for (std::size_t strip; (strip = next_strip.fetch_add(1, std::memory_order_relaxed)) < hidden_strips();) {
+      clear_strip(strip);
+    }
+  });
+  count_bad_rows();
+  open_ = true;
+}
+
+StepError Experts::mark_gated(std::span<const std::int32_t> indices, std::span<const std::uint64_t> addresses) {
   for (std::size_t i = 0; i < indices.size(); ++i) {
     StepError error = StepError::none;
     const auto index = static_cast<std::size_t>(indices[i]);
@@ -263,17 +153,20 @@ StepError Experts::gate_up(std::span<const std::int32_t> indices, std::span<cons
     }
     stages_[index] = Stage::gated;
   }
-  const std::size_t per_expert = shape_.slices * inner_blocks();
-  const std::size_t tasks = indices.size() * per_expert;
+  return StepError::none;
+}
+
+StepError Experts::gate_up(std::span<const std::int32_t> indices, std::span<const std::uint64_t> addresses) {
+  if (!open_) return StepError::no_step;
+  const StepError error = mark_gated(indices, addresses);
+  if (error != StepError::none) return error;
+  const auto part_of = [&](std::size_t number) {
+    const std::size_t i = number / parts_per_expert();
+    return gate_up_part(static_cast<std::size_t>(indices[i]), addresses[i], number % parts_per_expert());
+  };
+  const std::size_t parts = indices.size() * parts_per_expert();
   std::atomic<std::size_t> next{0};
-  pool_.run([&](int thread) {
-    for (std::size_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      const std::size_t i = task / per_expert;
-      const std::size_t part = task % per_expert;
-      gate_up_task(static_cast<std::size_t>(indices[i]), addresses[i], part / inner_blocks(), part % inner_blocks(),
-                   scratch_[static_cast<std::size_t>(thread)]);
-    }
-  });
+  pool_.run([&](int thread) { gate_up_parts(next, parts, part_of, [](const Part &) {}, thread); });
   return StepError::none;
 }
 
@@ -285,16 +178,16 @@ StepError Experts::down(std::size_t first, std::span<const std::uint64_t> addres
     if (stages_[first + i] != Stage::gated) return StepError::gate_up_absent;
     if (!aligned(addresses[i])) return StepError::bad_address;
   }
+  const Run experts = {first, first + addresses.size()};
   std::atomic<std::size_t> next{0};
   pool_.run([&](int thread) {
-    for (std::size_t tile; (tile = next.fetch_add(1, std::memory_order_relaxed)) < hidden_tiles();) {
-      for (std::size_t i = 0; i < addresses.size(); ++i) {
-        down_task(first + i, addresses[i], tile, scratch_[static_cast<std::size_t>(thread)]);
-      }
+    for (Run strips; !(strips = take(next, hidden_strips(), kMostStrips)).empty();) {
+      down_strips(
+          strips, experts, [&](std::size_t index) { return addresses[index - first]; }, [](std::size_t) {}, thread);
     }
   });
   std::fill_n(stages_ + first, addresses.size(), Stage::done);
-  next_down_ = first + addresses.size();
+  next_down_ = experts.end;
   return StepError::none;
 }
 
@@ -304,14 +197,14 @@ StepError Experts::finish(std::uint16_t *out) {
   open_ = false;
   std::atomic<std::size_t> next{0};
   pool_.run([&](int) {
-    for (std::size_t tile; (tile = next.fetch_add(1, std::memory_order_relaxed)) < hidden_tiles();)
-      write_tile(tile, out);
+    for (std::size_t strip; (strip = next.fetch_add(1, std::memory_order_relaxed)) < hidden_strips();) {
+      write_strip(strip, out);
+    }
   });
   return StepError::none;
 }
 
-StepError Experts::forward(const StepInput &input, std::span<const std::uint64_t> addresses, std::uint16_t *out) {
-  route(input);
+StepError Experts::look_up(std::span<const std::uint64_t> addresses) {
   absent_.clear();
   for (std::size_t i = 0; i < listed_; ++i) {
     const std::uint64_t address = addresses[static_cast<std::size_t>(ids_[i])];
@@ -319,36 +212,40 @@ StepError Experts::forward(const StepInput &input, std::span<const std::uint64_t
     if (address != 0 && !aligned(address)) return StepError::bad_address;
     routed_address_[i] = address;
   }
-  if (!absent_.empty()) return StepError::none;
+  return StepError::none;
+}
 
-  const std::size_t per_expert = shape_.slices * inner_blocks();
-  const std::size_t tasks = listed_ * per_expert;
+StepError Experts::forward(const StepInput &input, std::span<const std::uint64_t> addresses, std::uint16_t *out) {
+  route(input);
+  const StepError error = look_up(addresses);
+  if (error != StepError::none || !absent_.empty()) return error;
+
+  const auto part_of = [&](std::size_t number) {
+    const std::size_t index = number / parts_per_expert();
+    return gate_up_part(index, routed_address_[index], number % parts_per_expert());
+  };
+  const auto part_done = [&](const Part &part) { left_[part.index].fetch_sub(1, std::memory_order_release); };
+  const auto address_of = [&](std::size_t index) { return routed_address_[index]; };
+  const auto await_h = [&](std::size_t index) {
+    spin_until([&] { return left_[index].load(std::memory_order_acquire) == 0; });
+  };
   alignas(64) std::atomic<std::size_t> next_row{0};
   alignas(64) std::atomic<std::size_t> rows_done{0};
-  alignas(64) std::atomic<std::size_t> next_task{0};
-  alignas(64) std::atomic<std::size_t> next_tile{0};
-  // No barrier between gate/up and down: a thread that finds no gate/up task left starts a tile of down, and waits only
-  // for the experts whose last gate/up tasks are still being worked on.
+  alignas(64) std::atomic<std::size_t> next_part{0};
+  alignas(64) std::atomic<std::size_t> next_strip{0};
+  // No barrier between gate/up and down: a thread that finds no part of gate/up left starts with strips of down, and
+  // waits only for the experts whose last parts are still being worked on.
   pool_.run([&](int thread) {
-    Scratch &scratch = scratch_[static_cast<std::size_t>(thread)];
     for (std::size_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < tokens_;) {
       quantize_row(input, row);
       rows_done.fetch_add(1, std::memory_order_release);
     }
     spin_until([&] { return rows_done.load(std::memory_order_acquire) == tokens_; });
-    for (std::size_t task; (task = next_task.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      const std::size_t index = task / per_expert;
-      const std::size_t part = task % per_expert;
-      gate_up_task(index, routed_address_[index], part / inner_blocks(), part % inner_blocks(), scratch);
-      left_[index].fetch_sub(1, std::memory_order_release);
-    }
-    for (std::size_t tile; (tile = next_tile.fetch_add(1, std::memory_order_relaxed)) < hidden_tiles();) {
-      clear_tile(tile);
-      for (std::size_t index = 0; index < listed_; ++index) {
-        spin_until([&] { return left_[index].load(std::memory_order_acquire) == 0; });
-        down_task(index, routed_address_[index], tile, scratch);
-      }
-      write_tile(tile, out);
+    gate_up_parts(next_part, listed_ * parts_per_expert(), part_of, part_done, thread);
+    for (Run strips; !(strips = take(next_strip, hidden_strips(), kMostStrips)).empty();) {
+      for (std::size_t strip = strips.begin; strip < strips.end; ++strip) clear_strip(strip);
+      down_strips(strips, {0, listed_}, address_of, await_h, thread);
+      for (std::size_t strip = strips.begin; strip < strips.end; ++strip) write_strip(strip, out);
     }
   });
   count_bad_rows();

@@ -67,29 +67,64 @@ public:
   const std::vector<std::int32_t> &absent() const { return absent_; }
 
 private:
+  static constexpr std::size_t kMostStrips = 4; // of down that a thread takes at a time
+  static constexpr ExponentRange kNoBlocks = {kBadRow, -128};
+
   enum class Stage : std::uint8_t { listed, gated, done };
   // What one thread works with.
   struct Scratch {
-    float *gate;           // [kPiece][32]
-    float *up;             // [kPiece][32]
-    float *y;              // [slices][kPiece][16]
-    const ActBlock **rows; // [kPiece]
+    float *gate;           // [kMostRows][32]
+    float *up;             // [kMostRows][32]
+    float *y;              // [slices][kMostRows][32]
+    const ActBlock **rows; // [kMostRows]
+  };
+  // A range of work items that a thread took.
+  struct Run {
+    std::size_t begin;
+    std::size_t end;
+    bool empty() const { return begin == end; }
+  };
+  // One expert's share of gate_up or down: 32 rows of one slice, or of all slices.
+  struct Part {
+    std::size_t index; // of the expert in the step's list
+    std::uint64_t address;
+    std::size_t slice; // gate_up only
+    std::size_t strip;
   };
 
-  std::size_t token_of(std::size_t pair) const { return static_cast<std::size_t>(pair_token_[pair]); }
+  // Routing and quantization.
   template <typename Id>
   void route(const Id *ids, const float *weights, std::size_t tokens);
   void route(const StepInput &input);
-  void count_bad_rows();
   void quantize_row(const StepInput &input, std::size_t token);
-  void gate_up_task(std::size_t index, std::uint64_t address, std::size_t slice, std::size_t block, Scratch &scratch);
-  void down_task(std::size_t index, std::uint64_t address, std::size_t tile, Scratch &scratch);
-  void clear_tile(std::size_t tile);
-  void write_tile(std::size_t tile, std::uint16_t *out) const;
-  float *acc(std::size_t tile, std::size_t token) const { return acc_ + (tile * tokens_ + token) * kTileRows; }
+  void count_bad_rows();
+
+  StepError mark_gated(std::span<const std::int32_t> indices, std::span<const std::uint64_t> addresses);
+  StepError look_up(std::span<const std::uint64_t> addresses);
+
+  // The work of a step, in parts. `next` is the part that the thread does afterwards, or the part itself.
+  Run take(std::atomic<std::size_t> &next, std::size_t total, std::size_t most) const;
+  Part gate_up_part(std::size_t index, std::uint64_t address, std::size_t number) const;
+  void gate_up(const Part &part, const Part &next, Scratch &scratch);
+  void down(const Part &part, const Part &next, Scratch &scratch);
+  void down_slice(const Part &part, const Part &next, std::size_t slice, Run pairs, Scratch &scratch);
+  void combine_slices(std::size_t count, Scratch &scratch) const;
+  template <typename PartOf, typename Done>
+  void gate_up_parts(std::atomic<std::size_t> &next, std::size_t total, PartOf part_of, Done done, int thread);
+  template <typename AddressOf, typename Await>
+  void down_strips(Run strips, Run experts, AddressOf address_of, Await await, int thread);
+  void clear_strip(std::size_t strip);
+  void write_strip(std::size_t strip, std::uint16_t *out) const;
+
+  const std::uint8_t *slice_base(std::uint64_t address, std::size_t slice) const;
+  Strip strip_at(const std::uint8_t *base, std::size_t codes, std::size_t scales, std::size_t strip,
+                 std::size_t blocks) const;
+  Run pairs_of(std::size_t index) const;
+  std::size_t token_of(std::size_t pair) const { return static_cast<std::size_t>(pair_token_[pair]); }
+  float *acc(std::size_t strip, std::size_t token) const { return acc_ + (strip * tokens_ + token) * kStripRows; }
   ActBlock *h_row(std::size_t pair, std::size_t slice) const { return h_ + (pair * shape_.slices + slice) * h_blocks_; }
-  std::size_t inner_blocks() const { return shape_.inner / kBlock; }
-  std::size_t hidden_tiles() const { return shape_.hidden / kTileRows; }
+  std::size_t parts_per_expert() const { return shape_.slices * h_blocks_; }
+  std::size_t hidden_strips() const { return shape_.hidden / kStripRows; }
 
   Shape shape_;
   Activation activation_;
@@ -112,7 +147,7 @@ private:
   ActBlock *h_;                    // [pair][slice][inner / 32]
   std::atomic<std::int8_t> *h_lo_; // [pair][slice]
   std::atomic<std::int8_t> *h_hi_;
-  float *acc_;               // [hidden / 16][token][16]
+  float *acc_;               // [hidden / 32][token][32]
   std::int32_t *pair_token_; // [pair], grouped by expert
   float *pair_weight_;
   std::int32_t *ids_; // [listed]

@@ -9,16 +9,21 @@
 
 namespace moetier {
 
-// 16 rows of a weight matrix times some quantized rows of activations.
-struct TileJob {
-  const std::uint8_t *codes;   // blocks * 256 bytes, 64-byte aligned
-  const std::uint8_t *scales;  // blocks * 16 bytes, 16-byte aligned
+// Where 32 rows of a weight matrix lie: two row tiles, the second right behind the first.
+struct Strip {
+  const std::uint8_t *codes;  // 2 * blocks * 256 bytes, 64-byte aligned
+  const std::uint8_t *scales; // 2 * blocks * 16 bytes, 16-byte aligned
+};
+
+// 32 rows of a weight matrix times some quantized rows of activations.
+struct StripJob {
+  Strip strip;
+  Strip next;                  // what this thread reads after it: worth prefetching, may be the strip itself
   std::size_t blocks;          // K / 32
   const ActBlock *const *rows; // count rows of `blocks` blocks
-  std::size_t count;           // rows, at least 1
+  std::size_t count;           // rows, 1 to kMostRows
   ExponentRange range;         // of all rows; never that of a bad row
-  float *out;                  // out[row * stride + r], r in 0..15
-  std::size_t stride;
+  float *out;                  // [count][32], 64-byte aligned
 };
 
 // How gate and up become h.
@@ -32,16 +37,21 @@ struct Activation {
 struct Kernels {
   const char *name;
   bool (*available)();
-  void (*tile)(const TileJob &job);
+  void (*strip)(const StripJob &job);
   // 32 gate and up values -> one quantized block of h; its e, or kBadRow where a value is not finite.
   int (*activate)(const float *gate, const float *up, const Activation &how, float weight, ActBlock *out);
   // A row of `blocks` * 32 activations. A bad row becomes zeros.
   ExponentRange (*quantize_f32)(const float *x, std::size_t blocks, ActBlock *out);
   ExponentRange (*quantize_bf16)(const std::uint16_t *x, std::size_t blocks, ActBlock *out);
-  // acc[i] += F(y[i] * weight), i in 0..15.
+  // acc[i] += F(y[i] * weight), i in 0..31.
   void (*accumulate)(const float *y, float weight, float *acc);
-  // 16 float32 -> bf16 bits.
+  // 32 float32 -> bf16 bits.
   void (*to_bf16)(const float *acc, std::uint16_t *out);
+  // For measuring the machine: reads `bytes` (a multiple of 64) and gives their sum as words.
+  std::uint64_t (*read)(const std::uint8_t *data, std::size_t bytes);
+  // For measuring the machine: the tile's own multiply-adds without memory, `rounds` times; how many operations a round
+  // is.
+  std::size_t (*multiply)(std::size_t rounds);
 };
 
 // Every kernel set of this build, best first.

@@ -13,8 +13,8 @@
 namespace moetier {
 namespace {
 
-constexpr std::uint32_t kAbsMask = 0x7FFFFFFFU;
-constexpr std::uint32_t kInfinity = 0x7F800000U;
+constexpr std::int32_t kAbsMask = 0x7FFFFFFF;
+constexpr std::int32_t kInfinity = 0x7F800000;
 constexpr float kRound = 0x1.8p23F; // x + kRound rounds |x| < 2^22 to an integer, to nearest even
 constexpr std::int32_t kRoundBits = 0x4B400000;
 
@@ -35,11 +35,14 @@ inline void clear_row(std::size_t blocks, ActBlock *out) {
 
 // Contract 2 for one block; its e, or kBadRow.
 inline int quantize_block(const float *x, ActBlock *out) {
-  float v[kBlock];
-  std::uint32_t largest = 0;
+  float v[kBlock]; // even k, then odd k
+  for (std::size_t i = 0; i < kBlock / 2; ++i) {
+    v[i] = flush(x[2 * i]);
+    v[kBlock / 2 + i] = flush(x[2 * i + 1]);
+  }
+  std::int32_t largest = 0; // bits of positive floats are in the floats' order
   for (std::size_t i = 0; i < kBlock; ++i) {
-    v[i] = flush(x[i]);
-    const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(v[i]) & kAbsMask;
+    const std::int32_t magnitude = std::bit_cast<std::int32_t>(v[i]) & kAbsMask;
     largest = magnitude > largest ? magnitude : largest;
   }
   if (largest >= kInfinity || largest == 0) {
@@ -47,17 +50,13 @@ inline int quantize_block(const float *x, ActBlock *out) {
     return largest == 0 ? 0 : kBadRow;
   }
   // largest = 1.f * 2^(X - 127): 127 * 2^e covers it with e = X - 133, one more where 1.f exceeds 127/64
-  const int e = static_cast<int>(largest >> 23) - 133 + static_cast<int>((largest & 0x7FFFFFU) > 0x7E0000U);
+  const int e = (largest >> 23) - 133 + static_cast<int>((largest & 0x7FFFFF) > 0x7E0000);
   const float scale = power_of_two(-e);
-  std::int32_t q[kBlock];
   std::int32_t sum = 0;
   for (std::size_t i = 0; i < kBlock; ++i) {
-    q[i] = std::bit_cast<std::int32_t>(v[i] * scale + kRound) - kRoundBits;
-    sum += q[i];
-  }
-  for (std::size_t i = 0; i < kBlock / 2; ++i) {
-    out->q[i] = static_cast<std::int8_t>(q[2 * i]);
-    out->q[kBlock / 2 + i] = static_cast<std::int8_t>(q[2 * i + 1]);
+    const std::int32_t q = std::bit_cast<std::int32_t>(v[i] * scale + kRound) - kRoundBits;
+    out->q[i] = static_cast<std::int8_t>(q);
+    sum += q;
   }
   out->correction = -12 * sum;
   out->exponent = static_cast<std::int32_t>(static_cast<std::uint32_t>(e - 1) << 23);
@@ -130,15 +129,27 @@ int activate(const float *gate, const float *up, const Activation &how, float we
 }
 
 void accumulate(const float *y, float weight, float *acc) {
-  for (std::size_t i = 0; i < kTileRows; ++i) acc[i] = acc[i] + flush(y[i] * weight);
+  for (std::size_t i = 0; i < kStripRows; ++i) acc[i] = acc[i] + flush(y[i] * weight);
 }
 
 void to_bf16(const float *acc, std::uint16_t *out) {
-  for (std::size_t i = 0; i < kTileRows; ++i) {
+  for (std::size_t i = 0; i < kStripRows; ++i) {
     const std::uint32_t bits = std::bit_cast<std::uint32_t>(acc[i]);
     const std::uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-    out[i] = static_cast<std::uint16_t>((bits & kAbsMask) >= kInfinity ? 0x7FC0U : rounded);
+    out[i] = static_cast<std::uint16_t>((static_cast<std::int32_t>(bits) & kAbsMask) >= kInfinity ? 0x7FC0U : rounded);
   }
+}
+
+std::uint64_t read(const std::uint8_t *data, std::size_t bytes) {
+  std::uint64_t sums[8] = {};
+  for (std::size_t at = 0; at < bytes; at += 64) {
+    std::uint64_t line[8];
+    std::memcpy(line, data + at, sizeof line);
+    for (std::size_t i = 0; i < 8; ++i) sums[i] += line[i];
+  }
+  std::uint64_t total = 0;
+  for (std::uint64_t sum : sums) total += sum;
+  return total;
 }
 
 } // namespace

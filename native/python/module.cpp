@@ -12,6 +12,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "core/experts.h"
+#include "core/measure.h"
 
 namespace nb = nanobind;
 
@@ -100,6 +101,12 @@ std::span<const T> as_span(const A &array) {
   return {static_cast<const T *>(array.data()), array.size()};
 }
 
+const moetier::Kernels &kernels_named(const std::string &isa) {
+  const moetier::Kernels *kernels = moetier::find_kernels(isa);
+  if (kernels == nullptr) throw nb::value_error("this machine lacks the instruction set asked for");
+  return *kernels;
+}
+
 nb::tuple listed(const moetier::Experts &experts) {
   return nb::make_tuple(copy<std::int32_t>(experts.ids()), copy<std::int32_t>(experts.counts()));
 }
@@ -121,16 +128,32 @@ NB_MODULE(_native, module) {
       .def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("cpus"))
       .def_prop_ro("threads", &moetier::ThreadPool::threads);
 
+  module.def(
+      "read_rate",
+      [](moetier::ThreadPool &pool, const std::string &isa, const ConstArray &memory) {
+        const moetier::Kernels &kernels = kernels_named(isa);
+        const std::span<const std::uint8_t> bytes = as_span<std::uint8_t>(memory);
+        nb::gil_scoped_release unlocked;
+        return moetier::read_rate(pool, kernels, bytes);
+      },
+      nb::arg("pool"), nb::arg("isa"), nb::arg("memory"));
+  module.def(
+      "multiply_rate",
+      [](moetier::ThreadPool &pool, const std::string &isa) {
+        const moetier::Kernels &kernels = kernels_named(isa);
+        nb::gil_scoped_release unlocked;
+        return moetier::multiply_rate(pool, kernels);
+      },
+      nb::arg("pool"), nb::arg("isa"));
+
   nb::class_<BoundExperts>(module, "Experts")
       .def(
           "__init__",
           [](BoundExperts *self, moetier::ThreadPool &pool, const std::string &isa, std::size_t hidden,
              std::size_t inner, std::size_t experts, std::size_t top_k, std::size_t first_slice, std::size_t slices,
              std::size_t max_tokens, std::optional<float> limit, bool weighted) {
-            const moetier::Kernels *kernels = moetier::find_kernels(isa);
-            if (kernels == nullptr) throw nb::value_error("this machine lacks the instruction set asked for");
             new (self) BoundExperts({hidden, inner, experts, top_k, first_slice, slices, max_tokens},
-                                    {limit.has_value(), limit.value_or(0.0F), weighted}, pool, *kernels);
+                                    {limit.has_value(), limit.value_or(0.0F), weighted}, pool, kernels_named(isa));
           },
           nb::keep_alive<1, 2>(), nb::arg("pool"), nb::arg("isa"), nb::arg("hidden"), nb::arg("inner"),
           nb::arg("experts"), nb::arg("top_k"), nb::arg("first_slice"), nb::arg("slices"), nb::arg("max_tokens"),

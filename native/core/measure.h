@@ -1,0 +1,18 @@
+// The machine's limits, measured with the same threads and instructions as the kernels.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "core/kernels.h"
+#include "core/pool.h"
+
+namespace moetier {
+
+// Bytes a second at which the pool reads `memory` once; it should be larger than every cache.
+double read_rate(ThreadPool &pool, const Kernels &kernels, std::span<const std::uint8_t> memory);
+
+// Integer operations (a multiply and an add are two) a second of all threads at once, without memory.
+double multiply_rate(ThreadPool &pool, const Kernels &kernels);
+
+} // namespace moetier
