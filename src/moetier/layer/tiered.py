@@ -75,17 +75,13 @@ class TieredLayer:
 
         RecordReadError where a record cannot be had; `out` is then not written, and the layer can be called again.
         """
-        experts, pairs = self._kernel.begin(x, ids, weights)
+        experts, pairs, missed = self._kernel.try_forward(x, ids, weights, self.tier.addresses, out)
         self.tier.policy.touch(experts)
-        addresses = self.tier.addresses[experts]
-        misses = int((addresses == 0).sum())
-        if misses == 0:
-            self._kernel.gate_up(np.arange(experts.size, dtype=np.int32), addresses)
-            self._kernel.down(0, addresses)
-        else:
-            self._run_with_misses(experts, addresses)
-        self._kernel.finish(out)
-        self._account(x.shape[0], experts, pairs, misses)
+        if missed.size:
+            self._kernel.begin(x, ids, weights)
+            self._run_with_misses(experts, self.tier.addresses[experts])
+            self._kernel.finish(out)
+        self._account(x.shape[0], experts, pairs, missed.size)
         if self._recorder is not None:
             self._recorder.add(Call(self.index, x, ids, weights, out))
 

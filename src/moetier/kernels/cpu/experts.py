@@ -151,7 +151,27 @@ class CpuExperts:
         addresses: NDArray[np.uint64],
         out: NDArray[np.uint16],
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """A whole step in one native call, with the result of `begin`.
+        """A whole step in one native call, with the result of `begin`; arguments as for `try_forward`.
+
+        StoreError where a routed expert has no address; nothing was computed.
+        """
+        experts, pairs, absent = self.try_forward(x, ids, weights, addresses, out)
+        if absent.size:
+            raise StoreError(
+                f"routed experts {experts[absent].tolist()} are not in memory: expected an address for each; load "
+                "their records first, or run the step as begin, gate_up, down, finish"
+            )
+        return experts, pairs
+
+    def try_forward(
+        self,
+        x: NDArray[Any],
+        ids: NDArray[Any],
+        weights: NDArray[np.float32],
+        addresses: NDArray[np.uint64],
+        out: NDArray[np.uint16],
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """A whole step in one native call if every routed expert has an address, else nothing.
 
         Parameters
         ----------
@@ -160,25 +180,19 @@ class CpuExperts:
         addresses
             uint64 [experts]: where the record of each expert of the layer lies, 0 where it is not in memory.
         out
-            uint16 [T, hidden], bf16 bits.
+            uint16 [T, hidden], bf16 bits; left as it is where an expert is absent.
 
-        Raises
-        ------
-        StoreError
-            A routed expert has no address; nothing was computed.
+        Returns
+        -------
+        experts, pairs, absent
+            As for `begin`, and the indices into `experts` of those without an address, int32.
 
         """
         self._check_inputs(x, ids, weights)
         _check("addresses", addresses, (np.uint64,), (self.geometry.experts,))
         _check("out", out, (np.uint16,), (x.shape[0], self.geometry.hidden))
         _check_writable(out)
-        experts, pairs, absent = self._native.forward(x, ids, weights, addresses, out)
-        if absent.size:
-            raise StoreError(
-                f"routed experts {experts[absent].tolist()} are not in memory: expected an address for each; load "
-                "their records first, or run the step as begin, gate_up, down, finish"
-            )
-        return experts, pairs
+        return self._native.forward(x, ids, weights, addresses, out)
 
     def _check_inputs(self, x: NDArray[Any], ids: NDArray[Any], weights: NDArray[np.float32]) -> None:
         _check("x", x, (np.uint16, np.float32), (None, self.geometry.hidden))
