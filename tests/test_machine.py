@@ -34,7 +34,12 @@ def test_this_machine() -> None:
 
 def test_v2_limit_of_an_ancestor(cgroup: Path) -> None:
     (cgroup / "self").write_text("0::/pod/task\n")
-    write(cgroup / "cgroup/pod", memory__max=str(GIB), memory__current=str(GIB // 2), memory__stat=f"inactive_file {GIB // 8}\n")
+    write(
+        cgroup / "cgroup/pod",
+        memory__max=str(GIB),
+        memory__current=str(GIB // 2),
+        memory__stat=f"inactive_file {GIB // 8}\n",
+    )
     write(cgroup / "cgroup/pod/task", memory__max="max\n", memory__current="5")
     assert machine.memory() == machine.Memory(GIB, GIB // 2 + GIB // 8)
 

@@ -10,7 +10,15 @@ from moetier.settings import Settings
 
 @pytest.mark.parametrize(
     ("asked", "experts", "records"),
-    [("auto", 256, None), (10, 256, 10), ("10", 256, 10), (300, 256, 256), ("25%", 32, 8), ("0%", 32, 0), ("100%", 7, 7)],
+    [
+        ("auto", 256, None),
+        (10, 256, 10),
+        ("10", 256, 10),
+        (300, 256, 256),
+        ("25%", 32, 8),
+        ("0%", 32, 0),
+        ("100%", 7, 7),
+    ],
 )
 def test_records_of_a_layer(asked: int | str, experts: int, records: int | None) -> None:
     assert Settings.parse({"store": "s", "dram_records": asked}).records_of(experts) == records
@@ -24,7 +32,12 @@ def test_records_that_make_no_sense(asked: int | str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("dram_record", "dram_records"), ("dramRecords", "dram_records"), ("thread", "threads"), ("heatfile", "heat_file")],
+    [
+        ("dram_record", "dram_records"),
+        ("dramRecords", "dram_records"),
+        ("thread", "threads"),
+        ("heatfile", "heat_file"),
+    ],
 )
 def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     with pytest.raises(SettingsError, match=f"unknown setting '{key}', did you mean '{nearest}'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from moetier.layer.tiered import Counters, TieredLayer
 from moetier.residency import DiskReader, DramTier, Heat, Lru
 from moetier.residency.staging import Staging
 from moetier.store.build import build_store
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.heal import Healer
 from moetier.store.store import Store
 from tests.store.checkpoints import Made, write_checkpoint
 
@@ -47,10 +50,11 @@ def pool() -> Iterator[ThreadPool]:
 class Bench:
     """One layer of a store with its own tiers."""
 
-    def __init__(self, path: Path, pool: ThreadPool, slots: int, staging: int) -> None:
+    def __init__(self, path: Path, pool: ThreadPool, slots: int, staging: int, healer_of: Path | None = None) -> None:
         self.store = Store.open(path)
+        self.healer = Healer(self.store, Checkpoint.open(healer_of)) if healer_of else None
         geometry, family = self.store.manifest.layer_geometry, self.store.manifest.layer_family
-        self.reader = DiskReader(self.store, threads=3)
+        self.reader = DiskReader(self.store, threads=3, healer=self.healer)
         self.staging = Staging(staging, self.store.layout.stride)
         self.heat = Heat(len(self.store.manifest.layers), EXPERTS, "")
         self.counters = Counters()
@@ -140,7 +144,9 @@ def test_heat_counts_pairs(bench: Bench) -> None:
 
 
 def test_no_tokens(bench: Bench) -> None:
-    empty = forward(bench, np.zeros((0, HIDDEN), np.uint16), np.zeros((0, TOP_K), np.int32), np.zeros((0, TOP_K), np.float32))
+    empty = forward(
+        bench, np.zeros((0, HIDDEN), np.uint16), np.zeros((0, TOP_K), np.int32), np.zeros((0, TOP_K), np.float32)
+    )
     assert empty.shape == (0, HIDDEN)
 
 
@@ -188,3 +194,44 @@ def test_truncated_file_is_an_error(bench: Bench) -> None:
             forward(bench, x, np.array([[0, 1, 11]], np.int32), weights)
     finally:
         path.write_bytes(whole)
+
+
+def test_flipped_byte_is_healed_from_the_checkpoint(
+    made: Made, store_path: Path, pool: ThreadPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store.open(store_path) as store:
+        damage(store.record_file(1), store.offset(5) + 100)
+    bench = Bench(store_path, pool, 3, 2, healer_of=made.path)
+    x, _, weights = inputs(bench, 1, 0)
+    ids = np.array([[2, 5, 8]], np.int32)
+    assert np.array_equal(forward(bench, x, ids, weights), expected(made, x, ids, weights, bench.store))
+    assert bench.healer is not None
+    assert bench.healer.healed == 1
+    assert "layer 2, expert 5" in caplog.text
+    assert "written back" in caplog.text
+    record = np.empty(bench.store.layout.stride, np.uint8)
+    bench.store.read_record(1, 5, record)
+    bench.check_integrity()
+    bench.close()
+
+
+def test_checkpoint_that_is_damaged_too_heals_nothing(
+    made: Made, store_path: Path, pool: ThreadPool, tmp_path: Path
+) -> None:
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(made.path, copy)
+    bench = Bench(store_path, pool, 3, 2, healer_of=copy)
+    tensor = Checkpoint.open(copy).tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+    damage(tensor.file, tensor.offset + 7)
+    path, offset = bench.store.record_file(1), bench.store.offset(5) + 100
+    before = damage(path, offset)
+    x, _, weights = inputs(bench, 1, 0)
+    try:
+        with pytest.raises(RecordReadError, match=r"layer 2, expert 5 .* cannot be healed"):
+            forward(bench, x, np.array([[2, 5, 8]], np.int32), weights)
+    finally:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(before)
+    bench.check_integrity()
+    bench.close()

@@ -44,7 +44,9 @@ def test_round_trip(tmp_path: Path) -> None:
     ],
     ids=["empty", "cut", "list", "keys-missing", "ragged", "negative", "other-checkpoint", "not-text"],
 )
-def test_unusable_file_starts_cold_with_a_warning(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_file_starts_cold_with_a_warning(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "heat.json"
     path.write_bytes(content)
     heat = Heat.load(path, 2, 4, IDENTITY)

@@ -13,6 +13,8 @@ from moetier.layer.tiered import Counters, TieredLayer
 from moetier.residency import DiskReader, DramTier, Heat, Lru
 from moetier.residency.staging import Staging
 from moetier.settings import Settings
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.heal import Healer
 from moetier.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -30,14 +32,17 @@ class Placement:
 class TieredModel:
     """Opens a store and serves its layers. Thread-safe only in that heat may be saved while layers run."""
 
-    def __init__(self, settings: Settings, store: Store, records: int, max_tokens: int) -> None:
-        """records: records per layer in DRAM; max_tokens: the most tokens of one call."""
+    def __init__(
+        self, settings: Settings, store: Store, records: int, max_tokens: int, checkpoint: Checkpoint | None = None
+    ) -> None:
+        """records: records per layer in DRAM; max_tokens: the most tokens of one call; checkpoint: heals bad records."""
         geometry, family = store.manifest.layer_geometry, store.manifest.layer_family
         self.settings = settings
         self.store = store
         self.records = records
         self.counters = Counters()
-        self.reader = DiskReader(store, settings.disk_threads)
+        self.healer = Healer(store, checkpoint) if checkpoint else None
+        self.reader = DiskReader(store, settings.disk_threads, self.healer)
         self.pool = ThreadPool(settings.threads, settings.cpus)
         self.kernel = CpuExperts(geometry, family, self.pool, isa=settings.isa, max_tokens=max_tokens)
         self.staging = Staging(settings.staging_records, store.layout.stride)

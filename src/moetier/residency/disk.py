@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import RecordReadError
+from moetier.store.heal import Healer
 from moetier.store.store import Store, checksum
 
 logger = logging.getLogger(__name__)
@@ -35,11 +36,13 @@ class DiskReader:
     """Reads records of a store into memory that the caller owns.
 
     Reads bypass the page cache (O_DIRECT) so that a record is not held in memory twice; a file system that refuses it
-    is read through the page cache, which one warning says.
+    is read through the page cache, which one warning says. A record that reads wrongly is read again, then healed
+    where there is a healer.
     """
 
-    def __init__(self, store: Store, threads: int) -> None:
+    def __init__(self, store: Store, threads: int, healer: Healer | None = None) -> None:
         self._store = store
+        self._healer = healer
         self._checksums = [store.checksums(layer) for layer in range(len(store.manifest.layers))]
         self._files: list[int] = []
         self.direct = True
@@ -65,7 +68,7 @@ class DiskReader:
         return self._pool.submit(self.read, layer, expert, out)
 
     def read(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
-        """Read a record and check it; RecordReadError if it is wrong on every attempt."""
+        """Read a record and check it; RecordReadError if it is wrong on every attempt and cannot be healed."""
         problem = ""
         for attempt in range(ATTEMPTS):
             if attempt:
@@ -78,10 +81,13 @@ class DiskReader:
                     self.counters.reads += 1
                     self.counters.bytes += out.size
                 return
-        raise RecordReadError(
-            f"{problem} ({ATTEMPTS} attempts). Nothing was computed from it. "
-            f"Run `moetier store verify {self._store.path}` and rebuild the store if the disk is sound."
-        )
+        problem = f"{problem} ({ATTEMPTS} attempts)"
+        if self._healer is None:
+            raise RecordReadError(
+                f"{problem}. Nothing was computed from it. Run `moetier store verify {self._store.path}` and build the "
+                "store again if the disk is sound."
+            )
+        self._healer.heal(layer, expert, problem, out)
 
     def _attempt(self, layer: int, expert: int, out: NDArray[np.uint8]) -> str:
         where = (

@@ -97,6 +97,8 @@ def run(
             return _drain(process, request, stop)
     _kill_group(process)
     failure = request.settings.failure_file and read_failure(request.settings.failure_file)
+    if failure and not ready:
+        failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
     raise failure or ServerFailedError(
         f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}; "
         + (

@@ -44,7 +44,8 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
     drafts = vllm_config.speculative_config is not None
     layers = sum(drafts or layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
     records = records_that_fit(settings, store, layers)
-    tiers = TieredModel(settings, store, records, vllm_config.scheduler_config.max_num_batched_tokens)
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    tiers = TieredModel(settings, store, records, max_tokens, checkpoint)
     # Processes that multiprocessing starts run these finalizers at their end, but no atexit functions.
     multiprocessing.util.Finalize(None, tiers.close, exitpriority=100)
     logger.info(

@@ -1,0 +1,66 @@
+"""Healing: a record whose bytes went bad is built again from the checkpoint, used, and written back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetier.errors import CheckpointError, RecordReadError
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.files import write_all
+from moetier.store.store import Store, checksum
+
+logger = logging.getLogger(__name__)
+
+
+class Healer:
+    """Rebuilds records of `store` from the checkpoint that it was built from.
+
+    A record is believed only if it has the checksum that the store holds for it, so a checkpoint that was damaged or
+    exchanged meanwhile heals nothing. A kill while a record is written back leaves a bad record, which the next read
+    finds and heals again.
+    """
+
+    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+        self._store = store
+        self._checkpoint = checkpoint
+        self._lock = threading.Lock()
+        self.healed = 0
+        """Records healed since the start."""
+
+    def heal(self, layer: int, expert: int, problem: str, out: NDArray[np.uint8]) -> None:
+        """Fill `out`, uint8 [stride], with the right record; RecordReadError if the checkpoint does not give it.
+
+        problem says what was wrong with the record on the disk, for the log.
+        """
+        try:
+            self._store.layout.pack(self._checkpoint.read_expert(layer, expert), out)
+        except CheckpointError as error:
+            raise RecordReadError(f"{problem}; it cannot be healed: {error}") from error
+        found, expected = checksum(out), int(self._store.checksums(layer)[expert])
+        if found != expected:
+            raise RecordReadError(
+                f"{problem}; it cannot be healed: the checkpoint {self._checkpoint.path} gives checksum {found:016x}, "
+                f"expected {expected:016x}. Restore the checkpoint or build the store again into another folder"
+            )
+        with self._lock:
+            self.healed += 1
+            self._write_back(layer, expert, problem, out)
+
+    def _write_back(self, layer: int, expert: int, problem: str, record: NDArray[np.uint8]) -> None:
+        """The record in memory is right either way; a disk that does not take it costs a warning at each read."""
+        try:
+            fd = os.open(self._store.record_file(layer), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                write_all(fd, record.data, self._store.offset(expert))
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            logger.warning("%s; healed in memory, but not written back: %s", problem, error.strerror)
+            return
+        logger.warning("%s; healed from the checkpoint and written back", problem)
