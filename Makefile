@@ -7,6 +7,7 @@
 #   TORCH_INDEX  the index that is asked for it when pip as configured does not find it
 #   SERVE        the arguments of `moetier serve`, and
 #   SERVE_VLLM   those that it passes on to vLLM
+#   SANITIZE     the sanitizers of `make sanitize`, each built into build/sanitize-NAME
 #   ARGS         further arguments for the target's program, such as make test ARGS='-k store -x'
 PYTHON ?= python3
 VLLM ?=
@@ -14,14 +15,15 @@ TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SERVE ?= models/nano-mxfp4 --store stores/nano --build-store --dram-records 25% --port 8000
 SERVE_VLLM ?= --enable-auto-tool-choice --tool-call-parser glm45 --reasoning-parser glm45
+SANITIZE ?= address,undefined thread
 ARGS ?=
 
 SHELL := /bin/bash
 BIN := .venv/bin
-NATIVE = find native -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
+NATIVE = find native -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh'
 export PYTHON VLLM TORCH TORCH_INDEX
 
-.PHONY: help setup serve test check format lock clean distclean
+.PHONY: help setup serve test check format sanitize lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,6 +53,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(NATIVE) | xargs -r $(BIN)/clang-format -i
+
+## sanitize   set up, then run the kernels' tests on an extension built with each of $(SANITIZE)
+sanitize: setup
+	@for one in $(SANITIZE); do tools/sanitize.sh $$one $(ARGS) || exit; done
 
 ## lock       set up, then write constraints/*.txt anew (ARGS='--upgrade NAME ...' lets versions move)
 lock: setup

@@ -63,7 +63,7 @@ make_packages() {
   say "1/4 making .venv with Python $python_version"
   "$PYTHON" -m venv --clear .venv
   install_locked -r <(sed -n '/^pip==/,/[^\\]$/p' constraints/base.txt) # a pip of our own: the system's may be old
-  say "2/4 installing the locked packages"
+  say "2/4 installing the locked packages (a minute or two)"
   if [ -n "$VLLM" ]; then
     install_locked -r constraints/base.txt
     say "3/4 installing $VLLM and what it needs (not locked)"

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# tools/sanitize.sh SANITIZERS [PYTEST ARGUMENTS]: build the extension with GCC's -fsanitize=SANITIZERS, in
+# build/sanitize-SANITIZERS beside the normal build, and run the kernels' tests on it.
+set -euo pipefail
+shopt -s inherit_errexit
+cd "$(dirname "$0")/.."
+sanitizers=$1
+shift
+build=$PWD/build/sanitize-$sanitizers
+
+echo "sanitize: building with $sanitizers" >&2
+rm -rf "$build/site"
+.venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --target "$build/site" \
+  --config-settings=build-dir="$build/cmake" --config-settings=cmake.define.MOETIER_SANITIZE="$sanitizers" \
+  --config-settings=cmake.define.CMAKE_CXX_COMPILER=g++ .
+
+# Python itself is not instrumented, so the runtimes must be loaded before it, and libstdc++ before they look for it.
+preload=()
+for name in ${sanitizers//,/ }; do
+  case $name in
+    address) preload+=("$(g++ -print-file-name=libasan.so)") ;;
+    thread) preload+=("$(g++ -print-file-name=libtsan.so)") ;;
+    undefined) preload+=("$(g++ -print-file-name=libubsan.so)") ;;
+    *) echo "sanitize: expected address, undefined or thread, found '$name'" >&2 && exit 2 ;;
+  esac
+done
+preload+=("$(g++ -print-file-name=libstdc++.so)")
+
+# -S leaves out .venv's hook that finds the normal, editable build. Python's own allocations are no leaks of ours.
+packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "sanitize: testing with $sanitizers" >&2
+LD_PRELOAD="${preload[*]}" PYTHONPATH="$build/site:$packages" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 \
+  .venv/bin/python -S -m pytest tests/kernels "$@"
