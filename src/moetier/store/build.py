@@ -83,6 +83,8 @@ def build_store(
             if existing is None:
                 return replace(build.run(check, progress), seconds=time.monotonic() - start)
             build.clean(build.partial)
+    with store_errors(f"{build.out} cannot be tidied"):
+        build.clean(build.out)  # the build that made it may have been killed right after the rename
     return replace(build.report(existing, 0, 0, 0), already_complete=True, seconds=time.monotonic() - start)
 
 
@@ -146,7 +148,8 @@ class _Build:
     def clean(self, folder: Path) -> None:
         """Remove what only a build needs; the folder too if nothing is left in it."""
         for path in (*folder.glob(f"*{LOSS}"), folder / PLAN, folder / LOCK):
-            path.unlink(missing_ok=True)
+            if path.exists():  # a store on a read-only disk must not be written to for nothing
+                path.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()
 
