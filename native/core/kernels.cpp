@@ -7,6 +7,9 @@ namespace moetier {
 extern const Kernels kPortable;
 #if defined(MOETIER_X86)
 extern const Kernels kAvx512;
+extern const Kernels kAvx512Vnni;
+extern const Kernels kAvxVnni;
+extern const Kernels kAvx2;
 #endif
 
 namespace {
@@ -14,7 +17,7 @@ namespace {
 // The dispatch table, best first.
 constexpr std::array kTable = {
 #if defined(MOETIER_X86)
-    &kAvx512,
+    &kAvx512,   &kAvx512Vnni, &kAvxVnni, &kAvx2,
 #endif
     &kPortable,
 };
