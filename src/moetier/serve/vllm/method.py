@@ -68,7 +68,7 @@ class MoetierMoEMethod(FusedMoEMethodBase):
 
 def layer_number(name: str) -> int:
     """Number of the checkpoint's layer from a module name such as `model.layers.3.mlp.experts`."""
-    numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
+    numbers = re.findall(r"(?:^|\.)layers\.(\d+)(?=\.)", name)
     if len(numbers) != 1:
         raise UnsupportedModelError(
             f"cannot tell the layer number of {name!r}: expected one 'layers.N.' in it, found {len(numbers)}"

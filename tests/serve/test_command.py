@@ -1,0 +1,93 @@
+"""The server's command line and environment follow from what was asked for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moetier.errors import SettingsError
+from moetier.serve.command import (
+    ServeRequest,
+    arguments,
+    check_reachable_only_with_key,
+    compute_cpus,
+    environment,
+    example,
+    is_loopback,
+)
+from moetier.settings import Settings
+
+REQUEST = ServeRequest(Path("/models/m"), Settings.parse({"store": "/s", "dram_records": 8, "cpus": [0, 1]}))
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("localhost", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.5", False),
+        ("example.org", False),
+    ],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+def test_beyond_loopback_wants_a_key() -> None:
+    check_reachable_only_with_key(REQUEST)
+    with pytest.raises(SettingsError, match="--api-key"):
+        check_reachable_only_with_key(replace(REQUEST, host="0.0.0.0"))
+    check_reachable_only_with_key(replace(REQUEST, host="0.0.0.0", api_key="k"))
+
+
+def test_settings_reach_the_plugin() -> None:
+    command = arguments(REQUEST, on_cpu=True)
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert Settings.parse(config["moetier"]) == REQUEST.settings
+    assert command[command.index("--quantization") + 1] == command[command.index("--load-format") + 1] == "moetier"
+    assert "--trust-remote-code" not in command
+
+
+def test_kv_cache_of_a_gpu_is_vllms() -> None:
+    assert "--kv-cache-memory-bytes" in arguments(REQUEST, on_cpu=True)
+    assert "--kv-cache-memory-bytes" not in arguments(REQUEST, on_cpu=False)
+
+
+def test_what_follows_goes_to_vllm_last() -> None:
+    assert arguments(replace(REQUEST, extra=("--max-model-len", "128")), True)[-2:] == ["--max-model-len", "128"]
+
+
+def test_api_key_is_not_on_the_command_line() -> None:
+    request = replace(REQUEST, api_key="secret")
+    assert "secret" not in " ".join(arguments(request, True))
+    assert environment(request, (0, 1), {})["VLLM_API_KEY"] == "secret"
+    assert "secret" not in example(request)
+
+
+def test_usage_statistics_are_off_unless_asked_for() -> None:
+    assert environment(REQUEST, (0, 1), {})["VLLM_NO_USAGE_STATS"] == "1"
+    assert "VLLM_NO_USAGE_STATS" not in environment(replace(REQUEST, usage_stats=True), (0, 1), {})
+
+
+def test_the_users_environment_wins() -> None:
+    assert environment(REQUEST, (0, 1), {"OMP_WAIT_POLICY": "active"})["OMP_WAIT_POLICY"] == "active"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "computing"), [((0, 1), (0, 1)), ((2, 3, 4, 5), (2, 3, 4, 5)), (tuple(range(16)), tuple(range(1, 16)))]
+)
+def test_who_computes_where(cpus: tuple[int, ...], computing: tuple[int, ...]) -> None:
+    assert compute_cpus(cpus) == computing
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:8000/"), ("0.0.0.0", "http://127.0.0.1:8000/"), ("::1", "http://[::1]:8000/")],
+)
+def test_example_reaches_the_server(host: str, url: str) -> None:
+    assert url in example(replace(REQUEST, host=host))
