@@ -108,14 +108,14 @@ def test_what_is_not_is_refused_in_one_sentence(store: Store, changes: dict[str,
     [("model.layers.3.mlp.experts", 3), ("layers.41.ffn.experts", 41), ("model.layers.5.mtp_block.mlp.experts", 5)],
 )
 def test_layer_number(name: str, number: int) -> None:
-    from moetier.serve.vllm.method import layer_number
+    from moetier.serve.naming import layer_number
 
     assert layer_number(name) == number
 
 
 @pytest.mark.parametrize("name", ["model.experts", "model.layers.1.layers.2.experts"])
 def test_layer_number_that_cannot_be_told(name: str) -> None:
-    from moetier.serve.vllm.method import layer_number
+    from moetier.serve.naming import layer_number
 
     with pytest.raises(UnsupportedModelError, match=name):
         layer_number(name)

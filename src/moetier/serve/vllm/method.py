@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from moetier.errors import UnsupportedModelError
 from moetier.serve.failure import reported
+from moetier.serve.naming import layer_number
 from moetier.serve.vllm import ops, runtime
 from moetier.serve.vllm.support import check_supported
 
@@ -64,13 +63,3 @@ class MoetierMoEMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """X [T, hidden], weights and ids [T, top_k] -> [T, hidden] of x's dtype. Shared experts stay with vLLM."""
         return torch.ops.moetier.routed_experts(x, topk_weights, topk_ids, self._key)
-
-
-def layer_number(name: str) -> int:
-    """Number of the checkpoint's layer from a module name such as `model.layers.3.mlp.experts`."""
-    numbers = re.findall(r"(?:^|\.)layers\.(\d+)(?=\.)", name)
-    if len(numbers) != 1:
-        raise UnsupportedModelError(
-            f"cannot tell the layer number of {name!r}: expected one 'layers.N.' in it, found {len(numbers)}"
-        )
-    return int(numbers[0])

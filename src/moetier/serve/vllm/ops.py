@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from moetier.layer import TieredLayer
 from moetier.serve.failure import reported
+from moetier.serve.tensors import run_layer
 
 _layers: list[tuple[TieredLayer, Path | None]] = []
 
@@ -22,18 +22,9 @@ def register_layer(layer: TieredLayer, failure_file: Path | None) -> int:
 @torch.library.custom_op("moetier::routed_experts", mutates_args=())
 def routed_experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
     """X [T, hidden] bf16 or float32, weights float32 and ids int [T, top_k] -> [T, hidden] of x's dtype and device."""
-    host = x.detach().cpu().contiguous()
-    activations = host.view(torch.uint16).numpy() if host.dtype == torch.bfloat16 else host.numpy()
-    out = np.empty(host.shape, np.uint16)
     layer, failure_file = _layers[key]
     with reported(failure_file):
-        layer.forward(
-            activations,
-            ids.detach().cpu().contiguous().numpy(),
-            weights.detach().to("cpu", torch.float32).contiguous().numpy(),
-            out,
-        )
-    return torch.from_numpy(out).view(torch.bfloat16).to(device=x.device, dtype=x.dtype)
+        return run_layer(layer, x, ids, weights)
 
 
 @routed_experts.register_fake

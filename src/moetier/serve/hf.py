@@ -1,0 +1,146 @@
+"""The same layer under transformers: routed experts out of a store, everything else as transformers has it.
+
+For people without vLLM, and a second opinion for the tests. `load_model` gives an ordinary `PreTrainedModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moetier.errors import CheckpointError, UnsupportedModelError
+from moetier.layer import TieredModel
+from moetier.layer.fit import records_that_fit
+from moetier.serve.naming import layer_number
+from moetier.serve.tensors import run_layer
+from moetier.settings import Settings
+from moetier.store.checkpoint import Checkpoint, is_expert_tensor
+from moetier.store.store import Store
+
+NAME = "moetier"
+"""Name of the experts implementation, as in `experts_implementation="moetier"`."""
+PLAIN = ("BF16", "F16", "F32")
+
+
+def load_model(
+    path: str | Path, settings: Settings, *, dtype: torch.dtype = torch.bfloat16, max_tokens: int = 4096
+) -> PreTrainedModel:
+    """A checkpoint as a transformers model whose routed experts live in the tiers of `settings`.
+
+    The tiers are its attribute `moetier`, a TieredModel: close it when the model is no longer used.
+
+    Parameters
+    ----------
+    path
+        Checkpoint folder. Its other weights must be BF16, FP16 or FP32.
+    settings
+        Store and tiers.
+    dtype
+        bfloat16 or float32, of everything but the experts; those take either and return bf16.
+    max_tokens
+        Most tokens of one forward, batch included.
+
+    Raises
+    ------
+    UnsupportedModelError
+        The model's experts are not what the contract defines, or its other layers are quantized.
+    CheckpointError, StoreError, SettingsError
+        As for serving.
+
+    """
+    checkpoint = Checkpoint.open(path)
+    _check_plain(checkpoint)
+    store = Store.open(settings.store, checkpoint_identity=checkpoint.identity())
+    layers = [layer for layer in store.manifest.layers if layer.number < checkpoint.hidden_layers]
+    tiers = TieredModel(settings, store, records_that_fit(settings, store, len(layers)), max_tokens, checkpoint)
+    config = AutoConfig.from_pretrained(path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # it describes the experts, which transformers does not load
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
+    with no_init_weights(), _no_expert_parameters() as experts:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=NAME)
+    names = {module: name for name, module in model.named_modules()}
+    for module in experts:
+        _check_experts(names[module], module)
+        vars(module)["moetier_layer"] = tiers.attach(layer_number(names[module]))
+    _load_weights(model, checkpoint)
+    vars(model)["moetier"] = tiers
+    model.eval()
+    return model
+
+
+def _experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """hidden_states [T, hidden] bf16 or float32, index and weights [T, top_k] -> [T, hidden] of the same dtype."""
+    return run_layer(self.moetier_layer, hidden_states, top_k_index, top_k_weights)
+
+
+@contextmanager
+def _no_expert_parameters() -> Iterator[list[nn.Module]]:
+    """Modules built meanwhile get no memory for experts' weights, which are 3-D parameters [experts, rows, k].
+
+    Yields the list of those modules, filled as they are built.
+    """
+    modules: list[nn.Module] = []
+
+    def replace(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter is None or parameter.ndim != 3 or not hasattr(module, "num_experts"):
+            return None
+        if module not in modules:
+            modules.append(module)
+        return nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+
+    handle = register_module_parameter_registration_hook(replace)  # type: ignore[arg-type]  # torch's stub forgets the result
+    try:
+        yield modules
+    finally:
+        handle.remove()
+    for module in modules:
+        for name, _ in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    for name, tensor in checkpoint.tensors.items():
+        if not is_expert_tensor(name) and tensor.dtype not in PLAIN:
+            raise UnsupportedModelError(
+                f"{tensor} is {tensor.dtype}: expected its other layers in one of {', '.join(PLAIN)}; "
+                "serve this checkpoint with vLLM (`moetier serve`)"
+            )
+
+
+def _check_experts(name: str, module: Any) -> None:
+    activation = type(module.act_fn).__name__
+    if module.has_bias or not module.has_gate or activation not in ("SiLU", "SiLUActivation"):
+        raise UnsupportedModelError(
+            f"{name}: expected SwiGLU experts (silu) without biases, found activation {activation}, "
+            f"{'a' if module.has_gate else 'no'} gate, {'biases' if module.has_bias else 'no biases'}"
+        )
+
+
+def _load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Copy everything that is not a routed expert or a drafter's from the checkpoint into the model."""
+    wanted = dict(model.state_dict(keep_vars=True))
+    for shard in checkpoint.shards.shards:
+        with safe_open(shard.path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                if name in wanted:
+                    with torch.no_grad():
+                        wanted.pop(name).copy_(file.get_tensor(name))
+    model.tie_weights()
+    if missing := [name for name in wanted if name not in (model._tied_weights_keys or ())]:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected tensor {missing[0]} (and {len(missing) - 1} more that {type(model).__name__} "
+            "wants), found none of that name; this transformers version spells it otherwise"
+        )

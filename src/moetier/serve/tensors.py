@@ -1,0 +1,22 @@
+"""From torch tensors to the layer and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moetier.layer import TieredLayer
+
+
+def run_layer(layer: TieredLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """X [T, hidden] bf16 or float32, ids int and weights float [T, top_k] -> [T, hidden] of x's dtype and device."""
+    host = x.detach().cpu().contiguous()
+    activations = host.view(torch.uint16).numpy() if host.dtype == torch.bfloat16 else host.numpy()
+    out = np.empty(host.shape, np.uint16)
+    layer.forward(
+        activations,
+        ids.detach().cpu().contiguous().numpy(),
+        weights.detach().to("cpu", torch.float32).contiguous().numpy(),
+        out,
+    )
+    return torch.from_numpy(out).view(torch.bfloat16).to(device=x.device, dtype=x.dtype)
