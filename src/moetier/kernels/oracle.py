@@ -52,7 +52,7 @@ def quantize(x: Floats) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
 
 @DEFINED
 def block_values(matrix: Matrix, q: NDArray[np.int8], e: NDArray[np.int8]) -> Floats:
-    """V of every block: codes and scales of [N, K], activations [M, K] and [M, B] -> float32 [M, N, B]."""
+    """Values v of every block: codes and scales of [N, K], activations [M, K] and [M, B] -> float32 [M, N, B]."""
     n, k = matrix.shape
     w = E2M1_INTEGERS[unpack_codes(matrix.codes)].reshape(n, -1, BLOCK)
     # Products of a block sum to less than 2^24, so float32 holds them exactly in any order of addition.
