@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 from moetier.eval import EvalError
 from moetier.eval.ask import answer_of
 from moetier.eval.compare import compare, mcnemar
-from moetier.eval.items import Item, load_set, load_sets
+from moetier.eval.items import Item, Text, load_set, load_sets
 from moetier.eval.report import Report, Result
 from tests.conftest import ROOT
 
@@ -33,6 +33,11 @@ def test_bundled_sets_load(task: str, items: int, eval_set: Callable[[str], list
     assert all((item.tools != ()) == (task == "toolcalls") for item in loaded)
     same = {json.dumps({**line, "id": 0}) for line in raw}
     assert len({item.digest for item in loaded}) == len(same)
+
+
+def test_a_line_with_text_is_a_text(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"id": 3, "source": "s", "text": "né"}\n')
+    assert load_set(tmp_path / "t.jsonl") == [Text("t", 3, "né")]
 
 
 def test_all_sets_is_the_default() -> None:
@@ -102,6 +107,20 @@ def test_report_splits_by_thinking_and_counts_no_skipped_item() -> None:
     assert score.all.score == 0.6667
 
 
+def test_losses_are_those_of_all_tokens() -> None:
+    (loss,) = texts((10, 20.0), (30, 40.0)).losses()
+    assert (loss.texts, loss.tokens, loss.loss, loss.perplexity) == (2, 40, 1.5, math.exp(1.5))
+    assert loss.bits_per_byte == pytest.approx(60 / math.log(2) / 200)
+    assert texts((10, 20.0)).scores() == []
+
+
+def test_compare_texts_is_paired_by_text() -> None:
+    (pair,) = compare(texts((10, 20.0), (30, 40.0)), texts((10, 21.0), (30, 46.0))).texts
+    assert (pair.loss_a, pair.loss_b) == (1.5, 67 / 40)
+    assert pair.difference == pytest.approx((0.1 + 0.2) / 2)
+    assert pair.standard_error == pytest.approx(0.05)
+
+
 def test_report_comes_back_from_its_file(tmp_path: Path) -> None:
     before = Report({"model": "m"}, (*report("10").results, Result("t", 5, "d", True, answer=[{"name": "f"}])))
     before.save(tmp_path / "new" / "r.json")
@@ -109,7 +128,8 @@ def test_report_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 2}', '{"format": 1, "results": []}', '{"format":1,"tasks":[],"results":[{}]}']
+    "text",
+    ["", "[]", '{"format": 2}', '{"format": 1, "results": []}', '{"format":1,"tasks":[],"texts":[],"results":[{}]}'],
 )
 def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_text(text)
@@ -188,6 +208,12 @@ def report(
         for i in range(len(correct))
     ]
     return Report({}, tuple(results[i] for i in order or range(len(correct))))
+
+
+def texts(*read: tuple[int, float]) -> Report:
+    """A report of texts of 100 bytes: (tokens, nats)."""
+    results = [Result("t", i, "d", False, tokens=n, nats=nats, bytes=100) for i, (n, nats) in enumerate(read)]
+    return Report({}, tuple(results))
 
 
 def completion(content: str | None = None, calls: list[tuple[str, str]] | None = None) -> ChatCompletion:

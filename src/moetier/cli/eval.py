@@ -17,7 +17,7 @@ from rich.table import Table
 from moetier import __version__
 from moetier.eval.ask import Server, evaluate, model_of
 from moetier.eval.compare import Comparison, compare
-from moetier.eval.items import Item, load_sets
+from moetier.eval.items import Item, Text, load_sets
 from moetier.eval.report import Report
 from moetier.serve.command import api_key_of
 
@@ -60,7 +60,7 @@ def run(
     if out is not None:
         report.save(out)
     if as_json:
-        typer.echo(json.dumps({**about, "tasks": [score.as_dict() for score in report.scores()]}))
+        typer.echo(json.dumps({**about, **report.summary()}))
     else:
         _show_scores(report)
 
@@ -80,7 +80,7 @@ def compare_files(
 
 
 @contextmanager
-def _progress(items: list[Item]) -> Iterator[Callable[[Item], None]]:
+def _progress(items: list[Item | Text]) -> Iterator[Callable[[Item | Text], None]]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         counts = {name: sum(item.task == name for item in items) for name in dict.fromkeys(i.task for i in items)}
@@ -89,12 +89,18 @@ def _progress(items: list[Item]) -> Iterator[Callable[[Item], None]]:
 
 
 def _show_scores(report: Report) -> None:
-    table = Table("task", "score", "correct", "without thinking", "with thinking", "skipped (too long)")
+    console = Console()
+    table = Table("task", "score", "correct", "no thinking", "thinking", "too long")
     for score in report.scores():
         counts = (str(count) for count in (score.all, score.without_thinking, score.with_thinking))
         table.add_row(score.task, f"{score.all.score:.3f}", *counts, str(score.skipped or ""))
-    console = Console()
-    console.print(table)
+    texts = Table("texts", "read", "tokens", "nats/token", "perplexity", "bits/byte", "too long")
+    for loss in report.losses():
+        numbers = (f"{loss.loss:.4f}", f"{loss.perplexity:.3f}", f"{loss.bits_per_byte:.4f}")
+        texts.add_row(loss.task, str(loss.texts), f"{loss.tokens:,}", *numbers, str(loss.skipped or ""))
+    for shown in (table, texts):
+        if shown.row_count:
+            console.print(shown)
     console.print(f"{report.about['model']} at {report.about['url']}, {report.about['seconds']:.1f} s", markup=False)
 
 
@@ -103,12 +109,23 @@ def _show_comparison(comparison: Comparison, a: Path, b: Path) -> None:
     for paired in comparison.tasks:
         counts = (paired.items, paired.correct_a, paired.correct_b, len(paired.only_a), len(paired.only_b))
         table.add_row(paired.task, *(str(count) for count in counts), f"{paired.p:.3g}")
+    texts = Table("texts", "items", "A nats/token", "B nats/token", "B - A, mean", "standard error")
+    for pair in comparison.texts:
+        losses = (
+            f"{pair.loss_a:.5f}",
+            f"{pair.loss_b:.5f}",
+            f"{pair.difference:+.5f}",
+            f"{pair.standard_error or 0:.5f}",
+        )
+        texts.add_row(pair.task, str(pair.texts), *losses)
     console = Console()
     console.print(f"A: {a}\nB: {b}", markup=False, highlight=False)
-    console.print(table)
-    total = comparison.tasks[-1]
-    for name, only in (("A", total.only_a), ("B", total.only_b)):
-        if only:
-            console.print(f"only {name} is right: {', '.join(only)}", markup=False)
+    for shown in (table, texts):
+        if shown.row_count:
+            console.print(shown)
+    for total in comparison.tasks[-1:]:
+        for name, only in (("A", total.only_a), ("B", total.only_b)):
+            if only:
+                console.print(f"only {name} is right: {', '.join(only)}", markup=False)
     if comparison.unpaired:
         console.print(f"{comparison.unpaired} items are in one file only and were left out")

@@ -1,8 +1,9 @@
-"""Asking a server: each item as one greedy chat completion, its answer scored exactly."""
+"""Asking a server: a question as one greedy chat completion, scored exactly; a text for its tokens' likelihood."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moetier.eval import EvalError
-from moetier.eval.items import Item
+from moetier.eval.items import Item, Text
 from moetier.eval.report import Result
 
 if TYPE_CHECKING:
@@ -61,13 +62,16 @@ def model_of(url: str, api_key: str | None) -> str:
 
 
 def evaluate(
-    server: Server, items: Sequence[Item], concurrency: int, progress: Callable[[Item], None] = lambda _: None
+    server: Server,
+    items: Sequence[Item | Text],
+    concurrency: int,
+    progress: Callable[[Item | Text], None] = lambda _: None,
 ) -> list[Result]:
     """Ask every item, `concurrency` at a time. Results are in the order of the items."""
     with client(server.url, server.api_key, server.timeout) as connected, ThreadPoolExecutor(concurrency) as pool:
 
-        def ask_one(item: Item) -> Result:
-            result = ask(connected, server, item)
+        def ask_one(item: Item | Text) -> Result:
+            result = _unless_too_long(connected, server, item)
             progress(item)
             return result
 
@@ -79,25 +83,31 @@ def evaluate(
             raise
 
 
-def ask(connected: OpenAI, server: Server, item: Item) -> Result:
-    """One item, temperature 0. A prompt that the model has no positions for is a skipped item, not a wrong one."""
+def _unless_too_long(connected: OpenAI, server: Server, item: Item | Text) -> Result:
+    """A prompt that the model has no positions for is a skipped item, not a wrong one."""
     import openai
 
-    options: dict[str, Any] = {"tools": list(item.tools)} if item.tools else {}
-    start = time.monotonic()
     try:
-        answer = connected.chat.completions.create(
-            model=server.model,
-            messages=list(item.messages),  # type: ignore[arg-type]  # they are the set's own, as the API takes them
-            temperature=0,
-            max_tokens=server.max_tokens,
-            extra_body={"chat_template_kwargs": {"enable_thinking": item.thinking}},
-            **options,
-        )
+        return ask(connected, server, item) if isinstance(item, Item) else read(connected, server, item)
     except openai.BadRequestError as error:
         if TOO_LONG not in error.message:
             raise
-        return Result(item.task, item.id, item.digest, item.thinking, skipped=True)
+        thinking, nats = (item.thinking, None) if isinstance(item, Item) else (False, 0.0)
+        return Result(item.task, item.id, item.digest, thinking, skipped=True, nats=nats)
+
+
+def ask(connected: OpenAI, server: Server, item: Item) -> Result:
+    """A question, temperature 0."""
+    options: dict[str, Any] = {"tools": list(item.tools)} if item.tools else {}
+    start = time.monotonic()
+    answer = connected.chat.completions.create(
+        model=server.model,
+        messages=list(item.messages),  # type: ignore[arg-type]  # they are the set's own, as the API takes them
+        temperature=0,
+        max_tokens=server.max_tokens,
+        extra_body={"chat_template_kwargs": {"enable_thinking": item.thinking}},
+        **options,
+    )
     found = answer_of(answer, item)
     return Result(
         item.task,
@@ -109,6 +119,32 @@ def ask(connected: OpenAI, server: Server, item: Item) -> Result:
         finish_reason=answer.choices[0].finish_reason,
         tokens=answer.usage.completion_tokens if answer.usage else 0,
         seconds=round(time.monotonic() - start, 4),
+    )
+
+
+def read(connected: OpenAI, server: Server, item: Text) -> Result:
+    """A text: vLLM's `prompt_logprobs`, each token given those before it."""
+    start = time.monotonic()
+    answer = connected.completions.create(
+        model=server.model, prompt=item.text, temperature=0, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    positions = getattr(answer.choices[0], "prompt_logprobs", None)
+    if not positions:
+        raise EvalError(f"{server.url} gives no prompt_logprobs, which texts need; only vLLM's servers do")
+    logprobs = [entry["logprob"] for position in positions[1:] for entry in position.values()]
+    if len(logprobs) != len(positions) - 1:
+        raise EvalError(
+            f"{server.url}: expected {len(positions) - 1} logprobs of {item.task} {item.id}, found {len(logprobs)}"
+        )
+    return Result(
+        item.task,
+        item.id,
+        item.digest,
+        thinking=False,
+        tokens=len(logprobs),
+        seconds=round(time.monotonic() - start, 4),
+        nats=-math.fsum(logprobs),
+        bytes=len(item.text.encode()),
     )
 
 

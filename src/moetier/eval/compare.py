@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from moetier.eval import EvalError
 from moetier.eval.report import Report, Result
 
 ALL = "all"
+Pair = tuple[Result, Result]
+"""What A and B found of one item."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,26 @@ class Paired:
 
 
 @dataclass(frozen=True)
+class PairedTexts:
+    """A set of texts: nats per token of both, and the mean over texts of B's minus A's.
+
+    standard_error: of that mean; None where there is only one text.
+    """
+
+    task: str
+    texts: int
+    loss_a: float
+    loss_b: float
+    difference: float
+    standard_error: float | None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """unpaired: items that only one of the two has, or that one had to skip."""
 
     tasks: tuple[Paired, ...]
+    texts: tuple[PairedTexts, ...]
     unpaired: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,9 +67,12 @@ def compare(a: Report, b: Report) -> Comparison:
             raise EvalError(
                 f"item {one.id} of {one.task} is another question in the second file; run both on the same sets"
             )
-    tasks = dict.fromkeys(one.task for one, _ in pairs)
-    paired = [_paired(task, [pair for pair in pairs if pair[0].task == task]) for task in tasks]
-    return Comparison((*paired, _paired(ALL, pairs)), len(of_a.keys() ^ of_b.keys()))
+    asked = [pair for pair in pairs if pair[0].nats is None]
+    read = [pair for pair in pairs if pair[0].nats is not None]
+    paired = [_paired(task, of_task) for task, of_task in _by_task(asked).items()]
+    texts = tuple(_paired_texts(task, of_task) for task, of_task in _by_task(read).items())
+    total = [_paired(ALL, asked)] if asked else []
+    return Comparison((*paired, *total), texts, len(of_a.keys() ^ of_b.keys()))
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -65,7 +86,14 @@ def _by_item(report: Report) -> dict[tuple[str, int], Result]:
     return {(result.task, result.id): result for result in report.results if not result.skipped}
 
 
-def _paired(task: str, pairs: Sequence[tuple[Result, Result]]) -> Paired:
+def _by_task(pairs: list[Pair]) -> dict[str, list[Pair]]:
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[0].task, []).append(pair)
+    return groups
+
+
+def _paired(task: str, pairs: list[Pair]) -> Paired:
     only_a = tuple(f"{a.task} {a.id}" for a, b in pairs if a.correct and not b.correct)
     only_b = tuple(f"{a.task} {a.id}" for a, b in pairs if b.correct and not a.correct)
     return Paired(
@@ -77,3 +105,14 @@ def _paired(task: str, pairs: Sequence[tuple[Result, Result]]) -> Paired:
         only_b,
         mcnemar(len(only_a), len(only_b)),
     )
+
+
+def _paired_texts(task: str, pairs: list[Pair]) -> PairedTexts:
+    losses = [[(result.nats or 0) / max(result.tokens, 1) for result in pair] for pair in pairs]
+    differences = [b - a for a, b in losses]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    loss_a, loss_b = (
+        math.fsum(pair[side].nats or 0 for pair in pairs) / max(sum(pair[side].tokens for pair in pairs), 1)
+        for side in (0, 1)
+    )
+    return PairedTexts(task, len(pairs), loss_a, loss_b, statistics.fmean(differences), error)

@@ -30,7 +30,21 @@ class Item:
         return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
-def load_sets(folder: Path, tasks: Sequence[str]) -> list[Item]:
+@dataclass(frozen=True)
+class Text:
+    """A text whose likelihood is measured."""
+
+    task: str
+    id: int
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """Hash of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def load_sets(folder: Path, tasks: Sequence[str]) -> list[Item | Text]:
     """Items of the named sets in `folder`, of all its sets if none is named; EvalError says what is wrong with them."""
     known = sorted(path.stem for path in folder.glob("*.jsonl"))
     if not known:
@@ -41,9 +55,9 @@ def load_sets(folder: Path, tasks: Sequence[str]) -> list[Item]:
     return [item for task in tasks or known for item in load_set(folder / f"{task}.jsonl")]
 
 
-def load_set(path: Path) -> list[Item]:
+def load_set(path: Path) -> list[Item | Text]:
     """Items of one file, in its order; the set's name is the file's."""
-    items = []
+    items: list[Item | Text] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -53,15 +67,17 @@ def load_set(path: Path) -> list[Item]:
             items.append(_item(path.stem, json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvalError(
-                f"{path}, line {number}: expected an object with id, messages, enable_thinking and either expected or "
-                f"tools and expected_call; found {type(error).__name__}: {error}"
+                f"{path}, line {number}: expected an object with id and either text, or messages, enable_thinking and "
+                f"one of expected and (with tools) expected_call; found {type(error).__name__}: {error}"
             ) from error
     if len({item.id for item in items}) != len(items):
         raise EvalError(f"{path}: an id occurs twice; results could not be paired")
     return items
 
 
-def _item(task: str, raw: dict[str, Any]) -> Item:
+def _item(task: str, raw: dict[str, Any]) -> Item | Text:
+    if "text" in raw:
+        return Text(task, int(raw["id"]), str(raw["text"]))
     call = raw.get("expected_call")
     expected = {"name": call["name"], "arguments": call["arguments"]} if call is not None else str(raw["expected"])
     messages, tools = tuple(raw["messages"]), tuple(raw.get("tools", ()))

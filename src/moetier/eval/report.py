@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Result:
-    """One item's outcome. skipped: the prompt does not fit the model; it counts nowhere."""
+    """One item's outcome. skipped: the prompt does not fit the model; it counts nowhere.
+
+    tokens: of the answer; of a text, those that have a likelihood (all but the first).
+    """
 
     task: str
     id: int
@@ -27,6 +31,10 @@ class Result:
     finish_reason: str | None = None
     tokens: int = 0
     seconds: float = 0.0
+    nats: float | None = None
+    """Of a text: minus the log of its likelihood. None: a question."""
+    bytes: int = 0
+    """Of a text, in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,19 @@ class TaskScore:
 
 
 @dataclass(frozen=True)
+class TextLoss:
+    """Likelihood of a set of texts: nats per token, its exponential, and bits per byte of text."""
+
+    task: str
+    texts: int
+    tokens: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    skipped: int
+
+
+@dataclass(frozen=True)
 class Report:
     """An evaluation. about: what was asked where and how, as plain values."""
 
@@ -68,26 +89,33 @@ class Report:
     results: tuple[Result, ...] = field(default=())
 
     def scores(self) -> list[TaskScore]:
-        """Per task, in the order in which they were asked."""
-        return [self._score(task) for task in dict.fromkeys(result.task for result in self.results)]
+        """Per task of questions, in the order in which they were asked."""
+        return [_score(task, results) for task, results in self._by_task(text=False).items()]
 
-    def _score(self, task: str) -> TaskScore:
-        of_task = [result for result in self.results if result.task == task]
-        asked = [result for result in of_task if not result.skipped]
-        return TaskScore(
-            task,
-            _count(asked),
-            _count(result for result in asked if not result.thinking),
-            _count(result for result in asked if result.thinking),
-            len(of_task) - len(asked),
-        )
+    def losses(self) -> list[TextLoss]:
+        """Per set of texts."""
+        return [_loss(task, results) for task, results in self._by_task(text=True).items()]
+
+    def summary(self) -> dict[str, Any]:
+        """Scores and losses as plain values."""
+        return {
+            "tasks": [score.as_dict() for score in self.scores()],
+            "texts": [asdict(loss) for loss in self.losses()],
+        }
+
+    def _by_task(self, text: bool) -> dict[str, list[Result]]:
+        groups: dict[str, list[Result]] = {}
+        for result in self.results:
+            if (result.nats is not None) == text:
+                groups.setdefault(result.task, []).append(result)
+        return groups
 
     def save(self, path: Path) -> None:
         """Write everything as one JSON object."""
         state = {
             "format": FORMAT,
             **self.about,
-            "tasks": [score.as_dict() for score in self.scores()],
+            **self.summary(),
             "results": [asdict(result) for result in self.results],
         }
         try:
@@ -103,13 +131,33 @@ class Report:
             state = json.loads(path.read_text())
             if state.pop("format") != FORMAT:
                 raise ValueError(f"expected format {FORMAT}")
-            del state["tasks"]
+            del state["tasks"], state["texts"]
             results = tuple(Result(**result) for result in state.pop("results"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvalError(
                 f"{path}: expected a result file of `moetier eval --out`, found {type(error).__name__}: {error}"
             ) from error
         return cls(state, results)
+
+
+def _score(task: str, results: list[Result]) -> TaskScore:
+    asked = [result for result in results if not result.skipped]
+    return TaskScore(
+        task,
+        _count(asked),
+        _count(result for result in asked if not result.thinking),
+        _count(result for result in asked if result.thinking),
+        len(results) - len(asked),
+    )
+
+
+def _loss(task: str, results: list[Result]) -> TextLoss:
+    read = [result for result in results if not result.skipped]
+    tokens, size = sum(result.tokens for result in read), sum(result.bytes for result in read)
+    nats = math.fsum(result.nats or 0 for result in read)
+    loss = nats / max(tokens, 1)
+    bits_per_byte = nats / math.log(2) / max(size, 1)
+    return TextLoss(task, len(read), tokens, loss, math.exp(loss), bits_per_byte, len(results) - len(read))
 
 
 def _count(results: Iterable[Result]) -> Count:
