@@ -115,12 +115,14 @@ def _hash_file(path: Path, digest: hashlib._Hash) -> None:
 
 def _check_expert_count(shards: Shards, layers: tuple[MoeLayer, ...], experts: int) -> None:
     """No layer may hold more experts than config.json says: they would be left out in silence."""
-    for layer in layers:
-        beyond = f"{layer.name}.{experts}."
-        extra = next((name for name in shards.tensors if name.startswith(beyond)), None)
-        if extra is not None:
+    prefixes = {layer.name: layer.number for layer in layers}
+    for name in shards.tensors:
+        prefix, _, rest = name.rpartition(".experts.")
+        expert = rest.partition(".")[0]
+        layer = prefixes.get(f"{prefix}.experts")
+        if layer is not None and expert.isdecimal() and int(expert) >= experts:
             raise CheckpointError(
-                f"layer {layer.number}: config.json says {experts} experts, but there is tensor {extra}; "
+                f"layer {layer}: config.json says {experts} experts, but there is tensor {name}; "
                 "config.json does not belong to these weights"
             )
 

@@ -218,15 +218,18 @@ def _weight_map(index: Path) -> tuple[dict[str, str], bytes]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: expected a weight_map with names and files, found {type(weight_map).__name__}")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index}: expected a *.safetensors file beside it for tensor {name}, found {reprlib.repr(file)}"
-            )
+        if not isinstance(file, str):
+            raise CheckpointError(f"{index}: expected a file's name for tensor {name}, found {reprlib.repr(file)}")
+    for file in set(weight_map.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: expected the name of a *.safetensors file beside it, found {file!r}")
     return weight_map, raw
 
 
 def _sizes(value: Any, most: int) -> bool:
-    return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    if not isinstance(value, list) or len(value) > most:
+        return False
+    return {*map(type, value)} <= {int} and (not value or (min(value) >= 0 and max(value) < 1 << 63))
 
 
 def _tensor(name: str, entry: Any, path: Path, data: int) -> Tensor:
