@@ -112,6 +112,27 @@ def nvfp4(second_shape):
     return make
 
 
+def int4(group, dtype="BF16"):
+    """Packed INT4 of compressed-tensors; group columns share a scale."""
+
+    def make(rng, name, rows, k):
+        integers = rng.integers(-8, 8, (rows, k))
+        words = np.zeros((rows, k // 8), np.uint32)
+        for place in range(8):
+            words |= (integers[:, place::8] + 8).astype(np.uint32) << np.uint32(4 * place)
+        scales = (rng.random((rows, k // (group or k))) / 100).astype(np.float32)
+        data = bf16_bits(scales) if dtype == "BF16" else scales
+        exact = bf16_values(data) if dtype == "BF16" else scales.astype(np.float64)
+        values = integers * np.repeat(exact, group or k, axis=1)
+        return {
+            f"{name}.weight_packed": ("I32", words.shape, words),
+            f"{name}.weight_scale": (dtype, scales.shape, data),
+            f"{name}.weight_shape": ("I64", (2,), np.array([rows, k], np.int64)),
+        }, values
+
+    return make
+
+
 PER_EXPERT = {
     "bf16": (floats("BF16"), "bf16", {}),
     "fp16": (floats("F16"), "fp16", {}),
@@ -125,6 +146,9 @@ PER_EXPERT = {
     "nvfp4": (nvfp4(()), "nvfp4", {}),
     "nvfp4, scale_2 of one element": (nvfp4((1,)), "nvfp4", {}),
     "nvfp4, scale_2 per row": (nvfp4((-1,)), "nvfp4", {}),
+    "int4, groups of 32": (int4(32), "int4", {}),
+    "int4, groups of 16 in fp32": (int4(16, "F32"), "int4", {}),
+    "int4, a scale per row": (int4(0), "int4", {}),
 }
 
 
@@ -329,6 +353,25 @@ def test_a_format_that_is_not_known_is_refused_with_what_was_found(tmp_path):
                 tensors[name] = ("I16", shape, np.zeros(shape, np.int16))
     write(tmp_path / "c", tensors, 64, 32)
     with pytest.raises(CheckpointError, match=re.escape("experts.0.down_proj.weight I16 [64, 32]")):
+        Checkpoint.open(tmp_path / "c")
+
+
+def test_int4_is_packed_as_compressed_tensors_does():
+    torch = pytest.importorskip("torch")
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    parts, _ = int4(32)(np.random.default_rng(0), "x", 32, 64)
+    words = parts["x.weight_packed"][2]
+    integers = (unpack_codes(words.view(np.uint8)).astype(np.int8) - 8).astype(np.int8)
+    assert np.array_equal(helpers.pack_to_int32(torch.from_numpy(integers), 4).numpy(), words.view(np.int32))
+
+
+def test_int4_with_zero_points_is_refused(tmp_path):
+    per_expert(tmp_path / "a", "int4, groups of 32", 64, 32)
+    checkpoint = Checkpoint.open(tmp_path / "a")
+    tensors = {name: (t.dtype, t.shape, checkpoint.shards.read(t)) for name, t in checkpoint.tensors.items()}
+    tensors["model.layers.2.mlp.experts.1.up_proj.weight_zero_point"] = ("I32", (1,), np.zeros(1, np.int32))
+    write(tmp_path / "c", tensors, 64, 32)
+    with pytest.raises(CheckpointError, match=r"experts.1.up_proj.weight_zero_point .*expected symmetric INT4"):
         Checkpoint.open(tmp_path / "c")
 
 

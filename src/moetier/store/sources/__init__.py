@@ -10,6 +10,7 @@ from moetier.store.shards import Shards
 from moetier.store.sources.base import Converted, LayerSource
 from moetier.store.sources.floats import FloatSource, FusedFloatSource
 from moetier.store.sources.fp8 import Fp8Source
+from moetier.store.sources.int4 import Int4Source
 from moetier.store.sources.mxfp4 import GptOssSource, Mxfp4Source
 from moetier.store.sources.nvfp4 import Nvfp4Source
 
@@ -20,6 +21,7 @@ SOURCES: tuple[type[LayerSource], ...] = (
     Fp8Source,
     FloatSource,
     FusedFloatSource,
+    Int4Source,
 )
 
 __all__ = ["SOURCES", "Converted", "LayerSource", "open_layer"]
@@ -32,6 +34,7 @@ def open_layer(shards: Shards, layer: MoeLayer, experts: int, config: dict[str, 
             return source(shards, layer, experts, config)
     sample = [t for name, t in sorted(shards.tensors.items()) if name.startswith(layer.name + ".")][:6]
     raise CheckpointError(
-        f"layer {layer.number} of {shards.folder}: expected experts in MXFP4, NVFP4 (modelopt), FP8 (E4M3), BF16, FP16 "
-        "or FP32, found " + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in sample)
+        f"layer {layer.number} of {shards.folder}: expected experts in MXFP4, NVFP4 (modelopt), FP8 (E4M3), INT4 "
+        "(compressed-tensors), BF16, FP16 or FP32, found "
+        + ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in sample)
     )

@@ -80,25 +80,26 @@ class PerExpertSource(LayerSource):
     """Layouts in which each matrix of each expert has tensors of its own, X.weight [out, in] and companions."""
 
     weight_dtypes: ClassVar[tuple[str, ...]]
+    weight_suffix: ClassVar[str] = "weight"
 
     @classmethod
     def first_weight(cls, shards: Shards, layer: MoeLayer) -> Tensor | None:
         """The gate of expert 0, if the layer has this layout."""
-        triple = spelling(shards, layer)
-        return None if triple is None else shards.tensors[f"{layer.name}.0.{triple[GATE]}.weight"]
+        triple = spelling(shards, layer, cls.weight_suffix)
+        return None if triple is None else shards.tensors[f"{layer.name}.0.{triple[GATE]}.{cls.weight_suffix}"]
 
     def check(self) -> tuple[int, int]:
-        triple = spelling(self.shards, self.layer)
+        triple = spelling(self.shards, self.layer, self.weight_suffix)
         assert triple is not None
         self.spelling = triple
-        gate = self.tensor(f"{self.name(0, GATE)}.weight", self.weight_dtypes)
+        gate = self.tensor(f"{self.name(0, GATE)}.{self.weight_suffix}", self.weight_dtypes)
         if len(gate.shape) != 2:
             raise CheckpointError(f"{gate}: expected a matrix, found shape {list(gate.shape)}")
         intermediate, hidden = gate.shape[0], gate.shape[1] * self.per_column(gate)
         for expert in range(self.experts):
             for matrix in range(3):
                 rows, k = (hidden, intermediate) if matrix == DOWN else (intermediate, hidden)
-                weight = self.tensor(f"{self.name(expert, matrix)}.weight", self.weight_dtypes)
+                weight = self.tensor(f"{self.name(expert, matrix)}.{self.weight_suffix}", self.weight_dtypes)
                 self.tensor(weight.name, self.weight_dtypes, (rows, k // self.per_column(weight)))
                 self.check_companions(self.name(expert, matrix), rows, k)
         return hidden, intermediate
@@ -141,10 +142,10 @@ class Requantizing(LayerSource):
         return Converted(ExpertMatrices(*matrices), loss)
 
 
-def spelling(shards: Shards, layer: MoeLayer) -> tuple[str, str, str] | None:
+def spelling(shards: Shards, layer: MoeLayer, suffix: str) -> tuple[str, str, str] | None:
     """How the layer's experts spell (gate, up, down), where each expert has tensors of its own."""
     for triple in MATRICES:
-        if f"{layer.name}.0.{triple[GATE]}.weight" in shards.tensors:
+        if f"{layer.name}.0.{triple[GATE]}.{suffix}" in shards.tensors:
             return triple
     return None
 
