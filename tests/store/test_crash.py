@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from moetier.errors import RecordReadError, StoreError
+from moetier.residency.heat import Heat
 from moetier.store import build
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
@@ -157,6 +158,27 @@ def test_killed_while_healing_a_record_is_bad_or_right(made, whole, tmp_path):
                 assert record.tobytes() == right
         heal_all()
     assert is_whole(tmp_path / "s", whole)
+
+
+def test_killed_while_saving_heat_one_whole_state_is_kept(tmp_path, caplog):
+    """SIGKILL among saves of ever larger counts: what loads is one of the states, never older than the last seen."""
+    path, rng, landed, seen = tmp_path / "heat.json", random.Random(9), 0, 0
+    Heat(8, 64, "a").save(path)
+
+    def save_on():
+        heat = Heat.load(path, 8, 64, "a")
+        while True:
+            heat.counts += np.uint64(1)
+            heat.save(path)
+
+    while landed < KILLS:
+        landed += killed_after(0.002 + 0.01 * rng.random(), save_on)
+        counts = Heat.load(path, 8, 64, "a").counts
+        assert (counts == counts[0, 0]).all()
+        assert counts[0, 0] >= seen
+        seen = int(counts[0, 0])
+    assert seen > 0
+    assert not caplog.records, "a heat file was not used"
 
 
 STEPS = {
