@@ -5,6 +5,9 @@
 namespace moetier {
 
 extern const Kernels kPortable;
+#if defined(MOETIER_ARM)
+extern const Kernels kNeon;
+#endif
 #if defined(MOETIER_X86)
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Vnni;
@@ -16,6 +19,9 @@ namespace {
 
 // The dispatch table, best first.
 constexpr std::array kTable = {
+#if defined(MOETIER_ARM)
+    &kNeon,
+#endif
 #if defined(MOETIER_X86)
     &kAvx512,   &kAvx512Vnni, &kAvxVnni, &kAvx2,
 #endif

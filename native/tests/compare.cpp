@@ -1,0 +1,198 @@
+// Compares every kernel set of this machine with the portable one on random calls, without Python, so that the address,
+// undefined-behaviour and thread sanitizers see the whole core. `compare [calls] [seed]`; exit 1 on any difference.
+
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "core/experts.h"
+
+namespace {
+
+using moetier::Experts;
+using moetier::Kernels;
+using moetier::StepError;
+using moetier::ThreadPool;
+
+struct Free {
+  void operator()(std::uint8_t *memory) const { std::free(memory); }
+};
+using Record = std::unique_ptr<std::uint8_t[], Free>;
+
+std::size_t slice_bytes(const moetier::Shape &shape) {
+  const std::size_t bytes = 3 * shape.hidden * shape.inner * 17 / 32;
+  return (bytes + 63) / 64 * 64;
+}
+
+// A layer call made at random: shapes from one block up, scales and activations of any magnitude, odd ids.
+struct Call {
+  moetier::Shape shape{};
+  moetier::Activation activation{};
+  std::size_t tokens = 0;
+  bool bf16 = false;
+  std::vector<float> x;
+  std::vector<std::uint16_t> x_bits;
+  std::vector<std::int32_t> ids;
+  std::vector<float> weights;
+  std::vector<Record> records;
+  std::vector<std::uint64_t> addresses;
+
+  moetier::StepInput input() const {
+    return {bf16 ? nullptr : x.data(), bf16 ? x_bits.data() : nullptr, ids.data(), nullptr, weights.data(), tokens};
+  }
+};
+
+class Maker {
+public:
+  explicit Maker(std::uint64_t seed) : random_(seed) {}
+
+  std::size_t below(std::size_t bound) { return std::uniform_int_distribution<std::size_t>(0, bound - 1)(random_); }
+
+  Call call() {
+    Call call;
+    const std::size_t slices = std::size_t{1} << below(3);
+    const std::size_t count = std::size_t{1} << below(3);
+    call.shape = {32 * (1 + below(16)), 32 * (1 + below(8)), 1 + below(6), 1 + below(4), 0, count, 1 + below(90)};
+    call.shape.first_slice = below(slices);
+    call.activation = {below(2) == 1, 0.5F, below(2) == 1};
+    call.tokens = 1 + below(call.shape.max_tokens);
+    call.bf16 = below(2) == 1;
+    fill_records(call);
+    fill_inputs(call);
+    return call;
+  }
+
+private:
+  void fill_records(Call &call) {
+    const std::size_t size = (call.shape.first_slice + call.shape.slices) * slice_bytes(call.shape);
+    const std::size_t spread = below(3);
+    for (std::size_t i = 0; i < call.shape.experts; ++i) {
+      Record record(static_cast<std::uint8_t *>(std::aligned_alloc(64, size)));
+      for (std::size_t at = 0; at < size; ++at) record[at] = static_cast<std::uint8_t>(random_());
+      for (std::size_t slice = 0; slice < call.shape.first_slice + call.shape.slices; ++slice) {
+        const std::size_t codes = 3 * call.shape.hidden * call.shape.inner / 2;
+        std::uint8_t *scales = record.get() + slice * slice_bytes(call.shape) + codes;
+        const std::size_t few = spread == 0 ? 255 : spread == 1 ? 40 : 6; // 255: every scale there is
+        for (std::size_t at = 0; at < codes / 16; ++at) {
+          scales[at] = static_cast<std::uint8_t>(few == 255 ? below(255) : 118 + below(few));
+        }
+      }
+      call.addresses.push_back(reinterpret_cast<std::uint64_t>(record.get()));
+      call.records.push_back(std::move(record));
+    }
+  }
+
+  void fill_inputs(Call &call) {
+    std::normal_distribution<float> normal;
+    const int magnitude = below(4) == 0 ? static_cast<int>(below(200)) - 100 : 0;
+    for (std::size_t i = 0; i < call.tokens * call.shape.hidden; ++i) {
+      call.x.push_back(std::ldexp(normal(random_), magnitude));
+      std::uint32_t bits;
+      std::memcpy(&bits, &call.x.back(), sizeof bits);
+      call.x_bits.push_back(static_cast<std::uint16_t>(bits >> 16));
+    }
+    if (below(4) == 0) {
+      const std::size_t at = below(call.x.size());
+      call.x[at] = __builtin_nanf("");
+      call.x_bits[at] = 0x7F80;
+    }
+    for (std::size_t i = 0; i < call.tokens * call.shape.top_k; ++i) {
+      call.ids.push_back(static_cast<std::int32_t>(below(call.shape.experts + 2)) - 1);
+      call.weights.push_back(normal(random_));
+    }
+  }
+
+  std::mt19937_64 random_;
+};
+
+std::vector<std::uint16_t> forward(const Call &call, ThreadPool &pool, const Kernels &kernels) {
+  Experts experts(call.shape, call.activation, pool, kernels);
+  std::vector<std::uint16_t> out(call.tokens * call.shape.hidden);
+  if (experts.forward(call.input(), call.addresses, out.data()) != StepError::none) std::abort();
+  return out;
+}
+
+// gate_up from the last expert to the first, one at a time; down in two calls.
+std::vector<std::uint16_t> in_pieces(const Call &call, ThreadPool &pool, const Kernels &kernels) {
+  Experts experts(call.shape, call.activation, pool, kernels);
+  std::vector<std::uint16_t> out(call.tokens * call.shape.hidden);
+  experts.begin(call.input());
+  std::vector<std::uint64_t> addresses;
+  for (const std::int32_t id : experts.ids()) addresses.push_back(call.addresses[static_cast<std::size_t>(id)]);
+  const std::span<const std::uint64_t> all(addresses);
+  for (std::size_t i = addresses.size(); i-- > 0;) {
+    const auto index = static_cast<std::int32_t>(i);
+    if (experts.gate_up({&index, 1}, all.subspan(i, 1)) != StepError::none) std::abort();
+    if (experts.gate_up({&index, 1}, all.subspan(i, 1)) != StepError::gate_up_twice) std::abort();
+  }
+  const std::size_t half = addresses.size() / 2;
+  if (!addresses.empty() && experts.finish(out.data()) != StepError::unfinished) std::abort();
+  if (experts.down(0, all.first(half)) != StepError::none) std::abort();
+  if (experts.down(half, all.subspan(half)) != StepError::none) std::abort();
+  if (experts.finish(out.data()) != StepError::none) std::abort();
+  return out;
+}
+
+bool same(const std::vector<std::uint16_t> &found, const std::vector<std::uint16_t> &wanted, const char *isa,
+          const char *how, int threads, std::uint64_t number) {
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (found[i] == wanted[i]) continue;
+    std::printf("call %" PRIu64 ": %s %s with %d threads differs at %zu: %04x instead of %04x\n", number, isa, how,
+                threads, i, found[i], wanted[i]);
+    return false;
+  }
+  return true;
+}
+
+// Two threads call into one pool, which must make them take turns.
+bool callers_take_turns(const Call &call, ThreadPool &pool, const Kernels &kernels) {
+  const std::vector<std::uint16_t> wanted = forward(call, pool, kernels);
+  bool good[2] = {};
+  std::vector<std::thread> callers;
+  for (bool &result : good) callers.emplace_back([&] { result = forward(call, pool, kernels) == wanted; });
+  for (std::thread &caller : callers) caller.join();
+  return good[0] && good[1];
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+  const std::uint64_t calls = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 300;
+  Maker maker(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+  const Kernels &portable = *moetier::find_kernels("portable");
+  ThreadPool one(1, {});
+  ThreadPool three(3, {});
+  std::uint64_t compared = 0;
+  std::uint64_t hash = 0xCBF29CE484222325U; // FNV-1a over all results: equal on every machine
+  bool good = true;
+  for (std::uint64_t number = 0; number < calls && good; ++number) {
+    const Call call = maker.call();
+    const std::vector<std::uint16_t> wanted = forward(call, one, portable);
+    for (const std::uint16_t bits : wanted) hash = (hash ^ bits) * 0x100000001B3U;
+    for (const Kernels *kernels : moetier::built_kernels()) {
+      if (!kernels->available()) continue;
+      for (ThreadPool *pool : {&one, &three}) {
+        good = good && same(forward(call, *pool, *kernels), wanted, kernels->name, "forward", pool->threads(), number);
+        good =
+            good && same(in_pieces(call, *pool, *kernels), wanted, kernels->name, "in pieces", pool->threads(), number);
+        compared += 2;
+      }
+    }
+    if (number % 10 == 0 && !callers_take_turns(call, three, portable)) {
+      std::printf("call %" PRIu64 ": two callers of one pool got wrong bits\n", number);
+      good = false;
+    }
+  }
+  for (const Kernels *kernels : moetier::built_kernels()) {
+    std::printf("%s%s ", kernels->name, kernels->available() ? "" : " (not on this machine)");
+  }
+  std::printf("\n%" PRIu64 " comparisons, %s, results' hash %016" PRIx64 "\n", compared,
+              good ? "0 differ" : "DIFFERENT", hash);
+  return good ? 0 : 1;
+}
