@@ -229,6 +229,23 @@ def test_a_store_with_a_damaged_file_does_not_open(store, damage, message):
         Store.open(store)
 
 
+def test_verify_tells_the_checkpoint_and_with_deep_its_content(tmp_path):
+    made = write_checkpoint(tmp_path / "c")
+    build_store(made.path, tmp_path / "shallow")
+    build_store(made.path, tmp_path / "deep", deep=True)
+    assert not verify_store(tmp_path / "deep", checkpoint=made.path).bad
+    flip(
+        made.path / "model-00001-of-00001.safetensors",
+        (made.path / "model-00001-of-00001.safetensors").stat().st_size - 1,
+    )
+    assert not verify_store(tmp_path / "shallow", checkpoint=made.path).bad
+    with pytest.raises(StoreError, match="was built from other weights"):
+        verify_store(tmp_path / "deep", checkpoint=made.path)
+    other = write_checkpoint(tmp_path / "d", top_k=1)
+    with pytest.raises(StoreError, match="was built from another checkpoint"):
+        verify_store(tmp_path / "deep", checkpoint=other.path)
+
+
 def test_no_folder_is_no_store(tmp_path):
     with pytest.raises(StoreError, match="is no store"):
         Store.open(tmp_path / "absent")

@@ -93,10 +93,17 @@ def info(store: StorePath, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(store: StorePath, threads: Threads = None, as_json: Json = False) -> None:
+def verify(
+    store: StorePath,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Also make sure that the store was built from this checkpoint.")
+    ] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
     """Check every checksum of a store; exit 1 if a record is bad."""
     with progress_bar() as step:
-        report = verify_store(store, threads=threads, progress=step)
+        report = verify_store(store, checkpoint=checkpoint, threads=threads, progress=step)
     if as_json:
         _print_json(asdict(report))
     else:

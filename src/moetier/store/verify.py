@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moetier.errors import RecordReadError
+from moetier.errors import RecordReadError, StoreError
+from moetier.store.checkpoint import Checkpoint
 from moetier.store.store import Store
 from moetier.store.work import Meter, Report, default_threads, for_each
 
@@ -38,9 +39,21 @@ class VerifyReport:
     seconds: float
 
 
-def verify_store(path: str | Path, *, threads: int | None = None, progress: Report | None = None) -> VerifyReport:
-    """Read every record from the disk and compare its checksum. Bad records are listed, not raised."""
+def verify_store(
+    path: str | Path,
+    *,
+    checkpoint: str | Path | None = None,
+    threads: int | None = None,
+    progress: Report | None = None,
+) -> VerifyReport:
+    """Read every record from the disk and compare its checksum. Bad records are listed, not raised.
+
+    checkpoint: first make sure that the store was built from it, by its content too where the build recorded that;
+    StoreError if it was not.
+    """
     start = time.monotonic()
+    if checkpoint is not None:
+        _check_origin(Path(path), Checkpoint.open(checkpoint))
     bad: list[BadRecord] = []
     local = threading.local()
     with Store.open(path) as store, ThreadPoolExecutor(threads or default_threads(), "moetier-verify") as pool:
@@ -70,6 +83,16 @@ def verify_store(path: str | Path, *, threads: int | None = None, progress: Repo
         bad=tuple(bad),
         seconds=time.monotonic() - start,
     )
+
+
+def _check_origin(path: Path, checkpoint: Checkpoint) -> None:
+    with Store.open(path, checkpoint.identity()) as store:
+        wanted = store.manifest.checkpoint.content
+    if wanted is not None and wanted != (found := checkpoint.identity(deep=True)):
+        raise StoreError(
+            f"{path} was built from other weights than {checkpoint.path} holds now: expected content {wanted}, found "
+            f"{found}; restore the checkpoint, or build its store into another folder"
+        )
 
 
 def _forget_pages(path: Path) -> None:
