@@ -1,7 +1,7 @@
 """Runs vLLM inside one process on prompts given as token ids; started by tests as a program, once per engine.
 
-Standard input: JSON with "engine" (arguments of vllm.LLM), "prompts" (lists of token ids) and "max_tokens".
-Last line of standard output: JSON with tokens and the logprobs of the best two for each prompt.
+Standard input: JSON with "engine" (arguments of vllm.LLM), "prompts" (lists of token ids), "max_tokens" and
+"prompt_logprobs". Last line of standard output: JSON with tokens, logprobs, our counters and vLLM's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
+SCHEDULER = (
+    "vllm:prefix_cache_hits",
+    "vllm:num_preemptions",
+    "vllm:prompt_tokens",
+    "vllm:generation_tokens",
+    "vllm:iteration_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens",
+)
+"""vLLM's metrics that say what its scheduler did."""
 
-def run_engine(prompts: list[list[int]], max_tokens: int, **engine: Any) -> dict[str, Any]:
+
+def run_engine(
+    prompts: list[list[int]], max_tokens: int, *, prompt_logprobs: bool = True, **engine: Any
+) -> dict[str, Any]:
     """Start an engine in a new process, generate greedily for all prompts queued at once, return its result."""
-    job = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens}
+    job = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "prompt_logprobs": prompt_logprobs}
     done = subprocess.run(
         [sys.executable, __file__],
         input=json.dumps(job),
@@ -52,15 +64,21 @@ def main() -> None:
     job = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        kv_cache_memory_bytes=256 << 20,
-        **job["engine"],
-    )
+    defaults = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": 256 << 20,
+        "disable_log_stats": False,
+    }
+    llm = LLM(**{**defaults, **job["engine"]})
     sampling = SamplingParams(
-        temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=2, prompt_logprobs=1, detokenize=False
+        temperature=0,
+        max_tokens=job["max_tokens"],
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=1 if job["prompt_logprobs"] else None,
+        detokenize=False,
     )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
     result: dict[str, Any] = {
@@ -70,14 +88,21 @@ def main() -> None:
             for output in outputs
         ],
         "prompt_logprobs": [
-            [None if step is None else {str(t): e.logprob for t, e in step.items()} for step in output.prompt_logprobs]
+            [
+                None if step is None else {str(t): e.logprob for t, e in step.items()}
+                for step in output.prompt_logprobs or ()
+            ]
             for output in outputs
         ],
+        "scheduler": {
+            metric.name: metric.value if hasattr(metric, "value") else metric.buckets
+            for metric in llm.get_metrics()
+            if metric.name in SCHEDULER
+        },
     }
     from moetier.serve.vllm import runtime
 
     for model in runtime._models.values():
-        model.placement()
         result["counters"] = vars(model.counters)
         result["reads"] = model.reader.counters.reads
         result["records"] = model.records
