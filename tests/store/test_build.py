@@ -53,6 +53,7 @@ def test_a_complete_store_is_left_alone(tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
     report = build_store(made.path, tmp_path / "s")
     assert (report.already_complete, report.layers_built) == (True, 0)
+    assert build_store(made.path, tmp_path / "s", check=3).experts_checked == 6
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
     assert not (tmp_path / "s.partial").exists()
 

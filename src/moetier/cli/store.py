@@ -14,8 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from moetier.errors import SettingsError
 from moetier.store.build import build_store
+from moetier.store.checkpoint import Checkpoint
 from moetier.store.store import Store
+from moetier.store.trim import delete_source_of, trim_checkpoint
 from moetier.store.verify import verify_store
 from moetier.store.work import Progress as Step
 from moetier.store.work import Report
@@ -38,14 +41,33 @@ def build(
         int, typer.Option(min=0, help="Compare this many random experts a layer with the checkpoint.")
     ] = 0,
     deep: Annotated[bool, typer.Option("--deep", help="Also record a hash of the checkpoint's whole content.")] = False,
+    trim: Annotated[
+        Path | None, typer.Option(help="Also write the checkpoint without its experts to this folder: serve from that.")
+    ] = None,
+    delete_source: Annotated[
+        int,
+        typer.Option(
+            "--delete-source",
+            count=True,
+            help="Given twice: delete CHECKPOINT's weights once the store is checked and verified and --trim is done.",
+        ),
+    ] = 0,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Build the store of a checkpoint's routed experts."""
+    if delete_source and (delete_source < 2 or not check or trim is None):
+        raise SettingsError(
+            "--delete-source deletes the checkpoint's weights for good: give it twice, with --check N (at least 1) and "
+            "--trim FOLDER"
+        )
     with progress_bar() as step:
         report = build_store(checkpoint, out, slices=slices, check=check, deep=deep, threads=threads, progress=step)
+        if trim is not None:
+            trim_checkpoint(Checkpoint.open(checkpoint), trim, step)
+        freed = delete_source_of(checkpoint, out, trim, step) if delete_source and trim is not None else 0
     if as_json:
-        _print_json(asdict(report))
+        _print_json({**asdict(report), "trimmed": None if trim is None else str(trim), "bytes_deleted": freed})
         return
     what = "was there already, nothing rebuilt" if report.already_complete else f"built in {report.seconds:.1f} s"
     rows = {
@@ -57,6 +79,10 @@ def build(
         "experts checked": str(report.experts_checked),
         "checkpoint identity": report.identity,
     }
+    if trim is not None:
+        rows["trimmed checkpoint"] = str(trim)
+    if delete_source:
+        rows["deleted"] = f"{freed:,} bytes of {checkpoint}"
     _print_rows(rows)
     _print_losses(report.losses)
 

@@ -85,7 +85,10 @@ def build_store(
             build.clean(build.partial)
     with store_errors(f"{build.out} cannot be tidied"):
         build.clean(build.out)  # the build that made it may have been killed right after the rename
-    return replace(build.report(existing, 0, 0, 0), already_complete=True, seconds=time.monotonic() - start)
+    with Store(build.out, existing) as store:
+        checked = build.check(store, check, progress)
+    report = build.report(existing, 0, 0, checked)
+    return replace(report, already_complete=True, seconds=time.monotonic() - start)
 
 
 class _Build:
@@ -124,6 +127,7 @@ class _Build:
 
     def run(self, check: int, progress: Report | None) -> BuildReport:
         """Build what is missing, check, write store.json and give the folder its name. The lock is held."""
+        self.checkpoint.require_experts()
         layers = range(len(self.checkpoint.moe_layers))
         self._write_plan()
         missing = [layer for layer in layers if not self._is_whole(layer)]
@@ -133,10 +137,10 @@ class _Build:
             meter.add((len(layers) - len(missing)) * self.geometry.experts)
             for layer in missing:
                 self._build_layer(layer, pool, meter)
-            with Store(self.partial, self._manifest()) as store:
-                checked = check_experts(store, self.checkpoint, check, pool, progress)
+        manifest = describe(self.checkpoint, self.geometry, self.partial, self.deep)
+        with Store(self.partial, manifest) as store:
+            checked = self.check(store, check, progress)
         self._check_source_unchanged()
-        manifest = self._manifest()
         with store_errors(f"{self.partial / fmt.FILE} cannot be written"):
             write_durably(self.partial / fmt.FILE, manifest.to_json())
         with store_errors(f"{self.partial} cannot be renamed to {self.out}"):
@@ -144,6 +148,13 @@ class _Build:
             sync_folder(self.out.parent)
             self.clean(self.out)
         return self.report(manifest, len(missing), len(layers) - len(missing), checked)
+
+    def check(self, store: Store, count: int, progress: Report | None) -> int:
+        """Compare `count` random experts of each layer with the checkpoint; how many were compared."""
+        if count == 0:
+            return 0
+        with ThreadPoolExecutor(self.threads, "moetier-check") as pool:
+            return check_experts(store, self.checkpoint, count, pool, progress)
 
     def clean(self, folder: Path) -> None:
         """Remove what only a build needs; the folder too if nothing is left in it."""
@@ -268,6 +279,3 @@ class _Build:
             raise CheckpointError(
                 f"{self.checkpoint.path} was changed during the build; remove {self.partial} and run the command again"
             )
-
-    def _manifest(self) -> Manifest:
-        return describe(self.checkpoint, self.geometry, self.partial, self.deep)

@@ -11,6 +11,7 @@ from moetier.errors import CheckpointError
 from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
 from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
+from moetier.store.origin import Origin
 from moetier.store.shards import Shards, Tensor, read_json
 from moetier.store.sources import Converted, LayerSource, open_layer
 
@@ -21,7 +22,10 @@ HASH_CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint. Only headers were read; every routed expert's tensors have the right dtype and shape."""
+    """An opened checkpoint. Only headers were read; every routed expert's tensors have the right dtype and shape.
+
+    A trimmed checkpoint has everything but the experts, and the identity of the whole one that it was trimmed from.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -29,10 +33,12 @@ class Checkpoint:
     moe_layers: tuple[MoeLayer, ...]
     """Layers with routed experts by number; the draft layers (MTP) come last."""
     sources: tuple[LayerSource, ...]
-    """Reader of each of `moe_layers`."""
+    """Reader of each of `moe_layers`; none in a trimmed checkpoint."""
     geometry: LayerGeometry
     family: Family
     config_bytes: bytes
+    origin: Origin | None = None
+    """What a trimmed checkpoint was trimmed from; None: this one is whole."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -44,6 +50,14 @@ class Checkpoint:
             )
         config, raw = read_json(folder / "config.json")
         shards = Shards.open(folder)
+        origin = Origin.read(folder)
+        if origin is not None:
+            return cls._trimmed(folder, config, raw, shards, origin)
+        return cls.whole(folder, config, raw, shards)
+
+    @classmethod
+    def whole(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards) -> Checkpoint:
+        """A checkpoint with its experts, from its parts; raw are the bytes of config.json."""
         text = keys.text_config(config)
         layers = tuple(find_layers(shards.tensors, keys.size(text, keys.LAYERS) or 0))
         if not layers:
@@ -57,6 +71,18 @@ class Checkpoint:
         _check_expert_count(shards, layers, experts)
         geometry = _geometry(text, sources, experts)
         return cls(folder, config, shards, layers, sources, geometry, keys.family(config), raw)
+
+    @classmethod
+    def _trimmed(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards, origin: Origin) -> Checkpoint:
+        found = identity_of(raw, shards)
+        if found != origin.own:
+            raise CheckpointError(
+                f"{folder}: expected the trimmed checkpoint as it was written (identity {origin.own}), found {found}; "
+                "a file of it was changed: trim the whole checkpoint again"
+            )
+        entry = origin.geometry
+        geometry = LayerGeometry(entry.hidden, entry.intermediate, entry.experts, entry.top_k)
+        return cls(folder, config, shards, origin.moe_layers, (), geometry, keys.family(config), raw, origin)
 
     @property
     def model_type(self) -> str:
@@ -75,11 +101,15 @@ class Checkpoint:
     @property
     def requantized(self) -> bool:
         """Whether any layer's values may change on the way to MXFP4."""
+        if self.origin is not None:
+            return self.origin.requantized
         return any(source.requantized for source in self.sources)
 
     @property
     def source_format(self) -> str:
         """Number formats of the experts, such as "mxfp4"; several are joined by +."""
+        if self.origin is not None:
+            return self.origin.source_format
         return "+".join(sorted({source.format for source in self.sources}))
 
     def read_expert(self, layer: int, expert: int) -> ExpertMatrices:
@@ -88,20 +118,39 @@ class Checkpoint:
 
     def convert(self, layer: int, expert: int) -> Converted:
         """As `read_expert`, with what its values lost on the way to MXFP4."""
+        self.require_experts()
         return self.sources[layer].convert(expert)
 
+    def require_experts(self) -> None:
+        """CheckpointError if this is a trimmed checkpoint."""
+        if self.origin is not None:
+            raise CheckpointError(
+                f"{self.path} was trimmed and has no experts, only a store has them: expected the whole checkpoint "
+                f"(identity {self.origin.identity}); download it again"
+            )
+
     def identity(self, *, deep: bool = False) -> str:
-        """sha256 (hex) over config.json, the index and every shard's name, size and header; deep: also its content."""
-        digest = hashlib.sha256(b"moetier checkpoint 1")
-        parts = [self.config_bytes, self.shards.index]
-        parts += [f"{s.path.name} {s.size} {s.header_sha256}".encode() for s in self.shards.shards]
-        for part in parts:
-            digest.update(len(part).to_bytes(8, "little") + part)
+        """sha256 (hex) over config.json, the index and every shard's name, size and header; deep: also its content.
+
+        A trimmed checkpoint has that of the whole one, and no deep one.
+        """
         if deep:
-            digest.update(b"content")
-            for shard in self.shards.shards:
-                _hash_file(shard.path, digest)
-        return digest.hexdigest()
+            self.require_experts()
+        return self.origin.identity if self.origin is not None else identity_of(self.config_bytes, self.shards, deep)
+
+
+def identity_of(config_bytes: bytes, shards: Shards, deep: bool = False) -> str:
+    """The identity of what is in a folder."""
+    digest = hashlib.sha256(b"moetier checkpoint 1")
+    parts = [config_bytes, shards.index]
+    parts += [f"{s.path.name} {s.size} {s.header_sha256}".encode() for s in shards.shards]
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    if deep:
+        digest.update(b"content")
+        for shard in shards.shards:
+            _hash_file(shard.path, digest)
+    return digest.hexdigest()
 
 
 def _hash_file(path: Path, digest: hashlib._Hash) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,11 +21,30 @@ MAX_BYTES = 16 << 20
 """More than any store.json can need; a larger file is not one."""
 
 
-class _Model(BaseModel):
+class StrictModel(BaseModel):
+    """Unknown keys and other types are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class GeometryEntry(_Model):
+class Sealed(StrictModel):
+    """The content of a JSON file whose last key, `seal`, is the sha256 of the others."""
+
+    def to_json(self) -> bytes:
+        """The text of the file."""
+        body = self.model_dump(mode="json")
+        return (json.dumps({**body, "seal": _digest(body)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def unseal(cls, body: dict[str, Any]) -> Self:
+        """The object of a file's content; ValueError if the content was changed, ValidationError if it is not valid."""
+        body = dict(body)
+        if body.pop("seal", None) != _digest(body):
+            raise ValueError("it was changed after it was written: its seal does not fit")
+        return cls.model_validate_json(json.dumps(body))
+
+
+class GeometryEntry(StrictModel):
     """Sizes shared by all layers; hidden and intermediate are those of a whole expert."""
 
     hidden: int
@@ -34,14 +53,14 @@ class GeometryEntry(_Model):
     top_k: int
 
 
-class FamilyEntry(_Model):
+class FamilyEntry(StrictModel):
     """What the model family does differently inside an expert."""
 
     swiglu_limit: float | None
     route_weight_before_down: bool
 
 
-class LossEntry(_Model):
+class LossEntry(StrictModel):
     """What re-quantization did to a layer's weights; docs/store.md says what each number means."""
 
     relative_rms: float
@@ -49,7 +68,7 @@ class LossEntry(_Model):
     saturated_share: float
 
 
-class LayerEntry(_Model):
+class LayerEntry(StrictModel):
     """One MoE layer: its number and name in the checkpoint, and its files in the store's folder."""
 
     number: int = Field(ge=0)
@@ -63,7 +82,7 @@ class LayerEntry(_Model):
     """None: the values are the checkpoint's own."""
 
 
-class CheckpointEntry(_Model):
+class CheckpointEntry(StrictModel):
     """The checkpoint that the store was built from."""
 
     identity: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -74,7 +93,7 @@ class CheckpointEntry(_Model):
     requantized: bool
 
 
-class Manifest(_Model):
+class Manifest(Sealed):
     """The content of store.json. All sizes in bytes."""
 
     format: Literal[1] = 1
@@ -97,11 +116,6 @@ class Manifest(_Model):
     @property
     def layer_family(self) -> Family:
         return Family(self.family.swiglu_limit, self.family.route_weight_before_down)
-
-    def to_json(self) -> bytes:
-        """The text of store.json; its last key is the sha256 of the others."""
-        body = self.model_dump(mode="json")
-        return (json.dumps({**body, "seal": _seal(body)}, indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -132,17 +146,14 @@ class Manifest(_Model):
                     f"{path}: expected {key} {known!r}, which this version reads, found {body.get(key)!r}; "
                     "build the store again with this version"
                 )
-        seal = body.pop("seal", None)
-        if seal != _seal(body):
-            raise StoreError(f"{path} was changed after the build: its seal does not fit; {_REBUILD}")
         try:
-            manifest = cls.model_validate_json(json.dumps(body))
+            manifest = cls.unseal(body)
             _ = manifest.layer_geometry
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise StoreError(f"{path}: {where or 'store.json'}: {first['msg']}; {_REBUILD}") from error
-        except MoetierError as error:
+        except (MoetierError, ValueError) as error:
             raise StoreError(f"{path}: {error}; {_REBUILD}") from error
         return manifest
 
@@ -150,6 +161,6 @@ class Manifest(_Model):
 _REBUILD = "build the store again with `moetier store build CHECKPOINT OUT`"
 
 
-def _seal(body: dict[str, object]) -> str:
+def _digest(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
