@@ -1,0 +1,179 @@
+"""The bundled model over the OpenAI API, as `make serve` serves it: a quarter of its experts in DRAM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from moetier.eval.ask import Server as Asked
+from moetier.eval.ask import evaluate
+from moetier.eval.items import load_set
+from moetier.eval.report import Report
+from tests.conftest import ROOT
+from tests.serve.server import COMMAND, Server, serving
+
+MODEL = "nano-mxfp4"
+CLIENTS = 8
+ITEMS_OF_A_SET = 3
+
+Items = Callable[[str], list[dict[str, Any]]]
+Answer = tuple[list[str], list[float]]
+"""Tokens and logprobs of an answer, the runner-up's of each position included."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Path:
+    """Where the first server builds nano's store."""
+    return folder / "store"
+
+
+@pytest.fixture(scope="module")
+def server(nano: Path, store: Path, folder: Path) -> Iterator[Server]:
+    """The server of most tests. It records every layer call."""
+    recorded = ("--set", f"record_calls={folder / 'calls'}")
+    with serving(nano, store, folder / "quarter", dram_records="25%", options=recorded) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("task", "reached"), [("arithmetic", 0.905), ("copy", 0.960), ("json", 1.000), ("toolcalls", 1.000)]
+)
+def test_scores_of_the_models_readme(task: str, reached: float, server: Server) -> None:
+    """At least those minus 2 points, from 8 clients at a time."""
+    items = load_set(ROOT / "models" / "eval" / f"{task}.jsonl")
+    (score,) = Report({}, tuple(evaluate(Asked(f"{server.url}/v1", MODEL), items, CLIENTS))).scores()
+    assert score.all.items == len(items)
+    assert score.all.score >= round(reached - 0.02, 4), score
+
+
+@pytest.mark.parametrize("thinking", [False, True], ids=["direct", "thinking"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_tool_call_arrives_parsed(stream: bool, thinking: bool, server: Server, eval_set: Items) -> None:
+    item = first(eval_set("toolcalls"), thinking)
+    message = (streamed if stream else whole)(server, item)
+    assert message["finish_reason"] == "tool_calls"
+    assert (message["name"], json.loads(message["arguments"])) == tuple(item["expected_call"].values())
+    assert message["content"].strip() == ""
+    assert bool(message["reasoning"].strip()) == thinking
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_reasoning_arrives_apart_from_the_answer(stream: bool, server: Server, eval_set: Items) -> None:
+    item = first(eval_set("arithmetic"), thinking=True)
+    message = (streamed if stream else whole)(server, item)
+    assert message["content"].strip() == item["expected"]
+    assert item["expected"] in message["reasoning"]
+    assert "think>" not in message["reasoning"] + message["content"]
+    assert (message["finish_reason"], message["name"]) == ("stop", "")
+
+
+def test_eight_clients_recorded_calls_are_those_of_all_in_dram(
+    server: Server, store: Path, folder: Path, eval_set: Items
+) -> None:
+    items = sample(eval_set)
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = list(clients.map(lambda item: ask(server, item), items * 2))
+    command = [COMMAND, "identity", "--store", str(store), "--replay", str(folder / "calls"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    report = json.loads(done.stdout)
+    assert report["differ"] == 0
+    assert report["calls"] >= 4 * max(len(tokens) for tokens, _ in map(tokens_of, answers))
+
+
+@pytest.mark.parametrize("dram_records", ["0", "100%"])
+def test_one_at_a_time_answers_survive_a_restart(
+    dram_records: str, nano: Path, store: Path, tmp_path: Path, alone: list[Answer], eval_set: Items
+) -> None:
+    """Tokens and logprobs, bit for bit, whatever share of the experts the new server keeps in DRAM."""
+    with serving(nano, store, tmp_path / "again", dram_records=dram_records) as again:
+        assert [tokens_of(ask(again, item)) for item in sample(eval_set)] == alone
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server, request: pytest.FixtureRequest) -> list[Answer]:
+    """Answers of the first server to one request at a time."""
+    eval_set: Items = request.getfixturevalue("eval_set")
+    return [tokens_of(ask(server, item)) for item in sample(eval_set)]
+
+
+def sample(eval_set: Items) -> list[dict[str, Any]]:
+    """A few items of each set, with and without thinking."""
+    return [
+        item
+        for task in ("arithmetic", "copy", "json", "toolcalls")
+        for thinking in (False, True)
+        for item in [item for item in eval_set(task) if item["enable_thinking"] == thinking][:ITEMS_OF_A_SET]
+    ]
+
+
+def first(items: list[dict[str, Any]], thinking: bool) -> dict[str, Any]:
+    return next(item for item in items if item["enable_thinking"] == thinking)
+
+
+def request_of(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as the API takes it."""
+    tools = {"tools": item["tools"]} if "tools" in item else {}
+    template = {"chat_template_kwargs": {"enable_thinking": item["enable_thinking"]}}
+    return {"model": MODEL, "messages": item["messages"], "temperature": 0, "max_tokens": 256, **tools} | {
+        "extra_body": template
+    }
+
+
+def ask(server: Server, item: dict[str, Any]) -> ChatCompletion:
+    with server.client() as client:
+        return client.chat.completions.create(**request_of(item), logprobs=True, top_logprobs=2)
+
+
+def tokens_of(answer: ChatCompletion) -> Answer:
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content
+    tops = [top for token in logprobs.content for top in (token, *token.top_logprobs)]
+    return [top.token for top in tops], [top.logprob for top in tops]
+
+
+def whole(server: Server, item: dict[str, Any]) -> dict[str, str]:
+    """A message in one piece: content, reasoning, the call's name and arguments, finish_reason."""
+    with server.client() as client:
+        choice = client.chat.completions.create(**request_of(item)).choices[0]
+    calls = [call.function for call in choice.message.tool_calls or []]
+    assert len(calls) <= 1
+    return {
+        "content": choice.message.content or "",
+        "reasoning": getattr(choice.message, "reasoning", None) or "",
+        "name": "".join(call.name for call in calls),
+        "arguments": "".join(call.arguments for call in calls),
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def streamed(server: Server, item: dict[str, Any]) -> dict[str, str]:
+    """The same of a message that arrives in pieces, put together."""
+    message = dict.fromkeys(("content", "reasoning", "name", "arguments", "finish_reason"), "")
+    pieces = 0
+    with server.client() as client:
+        for chunk in client.chat.completions.create(**request_of(item), stream=True):
+            (choice,) = chunk.choices
+            pieces += 1
+            message["content"] += choice.delta.content or ""
+            message["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
+            message["finish_reason"] += choice.finish_reason or ""
+            for call in choice.delta.tool_calls or []:
+                assert call.index == 0
+                message["name"] += call.function.name or ""
+                message["arguments"] += call.function.arguments or ""
+    assert pieces > 2
+    return message
