@@ -55,6 +55,7 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
       scratch.up = arena_.take<float>(kMostRows * kStripRows);
       scratch.y = arena_.take<float>(shape.slices * kMostRows * kStripRows);
       scratch.rows = arena_.take<const ActBlock *>(kMostRows);
+      scratch.panel = arena_.take<ActBlock>(kernels_.even_rows_from == kNever ? 0 : kMostRows * x_blocks_);
     }
   };
   take();
@@ -99,6 +100,7 @@ void Experts::route(const Id *ids, const float *weights, std::size_t tokens) {
 }
 
 void Experts::route(const StepInput &input) {
+  ++step_;
   open_ = false;
   tokens_ = input.tokens;
   next_down_ = 0;

@@ -73,10 +73,13 @@ private:
   enum class Stage : std::uint8_t { listed, gated, done };
   // What one thread works with.
   struct Scratch {
-    float *gate;           // [kMostRows][32]
-    float *up;             // [kMostRows][32]
-    float *y;              // [slices][kMostRows][32]
-    const ActBlock **rows; // [kMostRows]
+    float *gate;                // [kMostRows][32]
+    float *up;                  // [kMostRows][32]
+    float *y;                   // [slices][kMostRows][32]
+    const ActBlock **rows;      // [kMostRows]
+    ActBlock *panel;            // [kMostRows][hidden / 32]: rows of x at equal distances, where the kernels want that
+    std::size_t panel_pair = 0; // first pair whose rows it holds, and of which step
+    std::uint64_t panel_step = 0;
   };
   // A range of work items that a thread took.
   struct Run {
@@ -106,6 +109,7 @@ private:
   Run take(std::atomic<std::size_t> &next, std::size_t total, std::size_t most) const;
   Part gate_up_part(std::size_t index, std::uint64_t address, std::size_t number) const;
   void gate_up(const Part &part, const Part &next, Scratch &scratch);
+  std::size_t even_rows(std::size_t first, std::size_t count, Scratch &scratch) const;
   void down(const Part &part, const Part &next, Scratch &scratch);
   void down_slice(const Part &part, const Part &next, std::size_t slice, Run pairs, Scratch &scratch);
   void combine_slices(std::size_t count, Scratch &scratch) const;
@@ -160,6 +164,7 @@ private:
   std::vector<Scratch> scratch_;
   std::vector<std::int32_t> absent_;
 
+  std::uint64_t step_ = 0; // counts steps from 1
   bool open_ = false;
   std::size_t tokens_ = 0;
   std::size_t listed_ = 0;

@@ -59,6 +59,21 @@ Experts::Part Experts::gate_up_part(std::size_t index, std::uint64_t address, st
   return {index, address, number / h_blocks_, number % h_blocks_};
 }
 
+// Copies the rows of x that scratch.rows names to equal distances where the kernels gain by it: that distance, or 0.
+// The copy serves all strips of the same pairs.
+std::size_t Experts::even_rows(std::size_t first, std::size_t count, Scratch &scratch) const {
+  if (count < kernels_.even_rows_from) return 0;
+  const bool there = scratch.panel_step == step_ && scratch.panel_pair == first;
+  for (std::size_t i = 0; i < count; ++i) {
+    ActBlock *row = scratch.panel + i * x_blocks_;
+    if (!there) std::memcpy(row, scratch.rows[i], x_blocks_ * sizeof(ActBlock));
+    scratch.rows[i] = row;
+  }
+  scratch.panel_step = step_;
+  scratch.panel_pair = first;
+  return x_blocks_;
+}
+
 // 32 rows of gate and of up, hence one block of h, for every pair of an expert.
 void Experts::gate_up(const Part &part, const Part &next, Scratch &scratch) {
   const std::uint8_t *base = slice_base(part.address, part.slice);
@@ -75,8 +90,9 @@ void Experts::gate_up(const Part &part, const Part &next, Scratch &scratch) {
       if (x_range_[token].hi != kBadRow) widen(range, x_range_[token]);
     }
     range = without_bad_rows(range);
-    kernels_.strip({gate, up, x_blocks_, scratch.rows, count, range, scratch.gate});
-    kernels_.strip({up, after, x_blocks_, scratch.rows, count, range, scratch.up});
+    const std::size_t stride = even_rows(first, count, scratch);
+    kernels_.strip({gate, up, x_blocks_, scratch.rows, stride, count, range, scratch.gate});
+    kernels_.strip({up, after, x_blocks_, scratch.rows, stride, count, range, scratch.up});
     for (std::size_t i = 0; i < count; ++i) {
       const std::size_t pair = first + i;
       const int raw = kernels_.activate(scratch.gate + i * kStripRows, scratch.up + i * kStripRows, activation_,
@@ -110,7 +126,7 @@ void Experts::down_slice(const Part &part, const Part &next, std::size_t slice, 
   const Strip strip = strip_at(slice_base(part.address, slice), down_codes_, down_scales_, part.strip, h_blocks_);
   const Strip after = strip_at(slice_base(then.address, then_slice), down_codes_, down_scales_, then.strip, h_blocks_);
   float *y = scratch.y + slice * kMostRows * kStripRows;
-  kernels_.strip({strip, after, h_blocks_, scratch.rows, count, without_bad_rows(range), y});
+  kernels_.strip({strip, after, h_blocks_, scratch.rows, shape_.slices * h_blocks_, count, without_bad_rows(range), y});
   for (std::size_t i = 0; !all_good && i < count; ++i) {
     if (h_hi_[(pairs.begin + i) * shape_.slices + slice].load(std::memory_order_relaxed) != kBadRow) continue;
     std::fill_n(y + i * kStripRows, kStripRows, std::numeric_limits<float>::quiet_NaN());

@@ -21,6 +21,7 @@ struct StripJob {
   Strip next;                  // what this thread reads after it: worth prefetching, may be the strip itself
   std::size_t blocks;          // K / 32
   const ActBlock *const *rows; // count rows of `blocks` blocks
+  std::size_t stride;          // blocks from each row to the next where all are equal, else 0
   std::size_t count;           // rows, 1 to kMostRows
   ExponentRange range;         // of all rows; never that of a bad row
   float *out;                  // [count][32], 64-byte aligned
@@ -32,6 +33,8 @@ struct Activation {
   float limit;
   bool weighted; // the route weight multiplies h
 };
+
+inline constexpr std::size_t kNever = ~std::size_t{0};
 
 // The kernels of one instruction set. All give the bits of the contract; none allocates, throws or keeps state.
 struct Kernels {
@@ -52,6 +55,8 @@ struct Kernels {
   // For measuring the machine: the tile's own multiply-adds without memory, `rounds` times; how many operations a round
   // is.
   std::size_t (*multiply)(std::size_t rounds);
+  // From how many rows on `strip` gains by rows that lie at equal distances.
+  std::size_t even_rows_from;
 };
 
 // Every kernel set of this build, best first.

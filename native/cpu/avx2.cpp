@@ -28,7 +28,7 @@ bool available() {
 } // namespace
 
 extern const Kernels kAvx2;
-const Kernels kAvx2 = {"avx2",        available,  strip<Maddubs>, activate, quantize_f32,
-                       quantize_bf16, accumulate, to_bf16,        read,     multiply<Maddubs>};
+const Kernels kAvx2 = {"avx2",     available, strip<Maddubs>, activate,          quantize_f32, quantize_bf16,
+                       accumulate, to_bf16,   read,           multiply<Maddubs>, kNever};
 
 } // namespace moetier

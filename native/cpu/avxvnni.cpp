@@ -25,7 +25,7 @@ bool available() {
 } // namespace
 
 extern const Kernels kAvxVnni;
-const Kernels kAvxVnni = {"avxvnni",     available,  strip<Dpbusd>, activate, quantize_f32,
-                          quantize_bf16, accumulate, to_bf16,       read,     multiply<Dpbusd>};
+const Kernels kAvxVnni = {"avxvnni",  available, strip<Dpbusd>, activate,         quantize_f32, quantize_bf16,
+                          accumulate, to_bf16,   read,          multiply<Dpbusd>, kNever};
 
 } // namespace moetier

@@ -151,7 +151,7 @@ bool available() {
 } // namespace
 
 extern const Kernels kNeon;
-const Kernels kNeon = {"neon",        available,  strip,   activate, quantize_f32,
-                       quantize_bf16, accumulate, to_bf16, read,     multiply};
+const Kernels kNeon = {"neon",     available, strip, activate, quantize_f32, quantize_bf16,
+                       accumulate, to_bf16,   read,  multiply, kNever};
 
 } // namespace moetier

@@ -127,7 +127,7 @@ bool available() {
 } // namespace
 
 extern const Kernels kPortable;
-const Kernels kPortable = {"portable",    available,  strip,   activate, quantize_f32,
-                           quantize_bf16, accumulate, to_bf16, read,     multiply};
+const Kernels kPortable = {"portable", available, strip, activate, quantize_f32, quantize_bf16,
+                           accumulate, to_bf16,   read,  multiply, kNever};
 
 } // namespace moetier

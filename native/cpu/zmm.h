@@ -172,7 +172,7 @@ void strip(const StripJob &job) {
   }
 }
 
-std::size_t multiply(std::size_t rounds) {
+[[maybe_unused]] std::size_t multiply(std::size_t rounds) {
   constexpr std::size_t kChains = 16; // more than latency times throughput
   const __m512i u = _mm512_set1_epi8(3);
   const __m512i q = _mm512_set1_epi8(5);
