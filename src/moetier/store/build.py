@@ -21,7 +21,7 @@ from moetier.errors import CheckpointError, StoreError
 from moetier.formats import RecordLayout
 from moetier.formats.requantize import Loss
 from moetier.store import manifest as fmt
-from moetier.store.check import check_experts
+from moetier.store.check import Checker
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.describe import LOSS, LayerFiles, describe, layer_files
 from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
@@ -73,8 +73,29 @@ def build_store(
     every value with the checkpoint before the store gets its name. deep also records the hash of the checkpoint's
     content. Memory: two records a thread and what the headers need.
     """
+    return build_from(
+        Checkpoint.open(checkpoint_path),
+        out_path,
+        slices=slices,
+        check=check,
+        deep=deep,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def build_from(
+    checkpoint: Checkpoint,
+    out_path: str | Path,
+    *,
+    slices: int = 1,
+    check: int = 0,
+    deep: bool = False,
+    threads: int | None = None,
+    progress: Report | None = None,
+) -> BuildReport:
+    """As `build_store`, from a checkpoint that is open."""
     start = time.monotonic()
-    checkpoint = Checkpoint.open(checkpoint_path)
     build = _Build(checkpoint, Path(out_path).absolute(), slices, deep, threads or default_threads())
     existing = build.existing()
     if existing is None:
@@ -85,9 +106,7 @@ def build_store(
             build.clean(build.partial)
     with store_errors(f"{build.out} cannot be tidied"):
         build.clean(build.out)  # the build that made it may have been killed right after the rename
-    with Store(build.out, existing) as store:
-        checked = build.check(store, check, progress)
-    report = build.report(existing, 0, 0, checked)
+    report = build.report(existing, 0, 0, build.check_existing(check, progress))
     return replace(report, already_complete=True, seconds=time.monotonic() - start)
 
 
@@ -135,11 +154,13 @@ class _Build:
         with ThreadPoolExecutor(self.threads, "moetier-build") as pool:
             meter = Meter("build", len(layers) * self.geometry.experts, progress)
             meter.add((len(layers) - len(missing)) * self.geometry.experts)
-            for layer in missing:
-                self._build_layer(layer, pool, meter)
+            checker = Checker(self.checkpoint, self.layout, check, pool, progress)
+            for layer in layers:
+                if layer in missing:
+                    self._build_layer(layer, pool, meter)
+                if layer in missing or not self.checkpoint.shards.remote:
+                    checker.check(layer, self._files(layer))
         manifest = describe(self.checkpoint, self.geometry, self.partial, self.deep)
-        with Store(self.partial, manifest) as store:
-            checked = self.check(store, check, progress)
         self._check_source_unchanged()
         with store_errors(f"{self.partial / fmt.FILE} cannot be written"):
             write_durably(self.partial / fmt.FILE, manifest.to_json())
@@ -147,14 +168,16 @@ class _Build:
             self.partial.rename(self.out)
             sync_folder(self.out.parent)
             self.clean(self.out)
-        return self.report(manifest, len(missing), len(layers) - len(missing), checked)
+        return self.report(manifest, len(missing), len(layers) - len(missing), checker.checked)
 
-    def check(self, store: Store, count: int, progress: Report | None) -> int:
-        """Compare `count` random experts of each layer with the checkpoint; how many were compared."""
-        if count == 0:
-            return 0
+    def check_existing(self, check: int, progress: Report | None) -> int:
+        """Check a store that is there already; the number of experts compared."""
         with ThreadPoolExecutor(self.threads, "moetier-check") as pool:
-            return check_experts(store, self.checkpoint, count, pool, progress)
+            checker = Checker(self.checkpoint, self.layout, check, pool, progress)
+            for layer, moe in enumerate(self.checkpoint.moe_layers):
+                if not self.checkpoint.shards.remote:
+                    checker.check(layer, layer_files(self.out, moe.number))
+            return checker.checked
 
     def clean(self, folder: Path) -> None:
         """Remove what only a build needs; the folder too if nothing is left in it."""
@@ -275,7 +298,7 @@ class _Build:
         return record
 
     def _check_source_unchanged(self) -> None:
-        if Checkpoint.open(self.checkpoint.path).identity() != self.identity:
+        if self.checkpoint.reopened().identity() != self.identity:
             raise CheckpointError(
                 f"{self.checkpoint.path} was changed during the build; remove {self.partial} and run the command again"
             )

@@ -1,48 +1,60 @@
-"""Compare a store with its checkpoint, value by value."""
+"""Compare a store's records with the checkpoint, value by value."""
 
 from __future__ import annotations
 
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from moetier.errors import StoreError
-from moetier.formats import ExpertMatrices
+from moetier.formats import ExpertMatrices, RecordLayout
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.store import Store
+from moetier.store.describe import LayerFiles
+from moetier.store.files import store_errors
+from moetier.store.shards import pread_into
 from moetier.store.work import Meter, Report, for_each
 
 
-def check_experts(
-    store: Store, checkpoint: Checkpoint, count: int, pool: ThreadPoolExecutor, progress: Report | None
-) -> int:
-    """Compare `count` random experts of every layer, as they lie on the disk, with the checkpoint; how many those are.
+class Checker:
+    """Compares random experts of each layer, as they lie on the disk, with the checkpoint. `checked` counts them."""
 
-    The first code or scale that differs is a StoreError.
-    """
-    experts = store.manifest.geometry.experts
-    chosen = [
-        layer * experts + expert
-        for layer in range(len(store.manifest.layers))
-        for expert in random.sample(range(experts), min(count, experts))
-    ]
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: RecordLayout,
+        count: int,
+        pool: ThreadPoolExecutor,
+        progress: Report | None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.layout = layout
+        self.count = min(count, checkpoint.geometry.experts)
+        self.pool = pool
+        self.checked = 0
+        self._meter = Meter("check", len(checkpoint.moe_layers) * self.count, progress if count else None)
 
-    def job(item: int) -> None:
-        layer, expert = divmod(item, experts)
-        record = np.empty(store.manifest.record_stride, np.uint8)
-        store.read_record(layer, expert, record)
-        difference = first_difference(store.layout.unpack(record), checkpoint.read_expert(layer, expert))
+    def check(self, layer: int, files: LayerFiles) -> None:
+        """Check one layer; the first code or scale that differs is a StoreError."""
+        chosen = random.sample(range(self.checkpoint.geometry.experts), self.count)
+        with store_errors(f"{files.records} cannot be read"):
+            fd = os.open(files.records, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for_each(self.pool, chosen, lambda expert: self._compare(layer, expert, fd, files), self._meter)
+            finally:
+                os.close(fd)
+        self.checked += len(chosen)
+
+    def _compare(self, layer: int, expert: int, fd: int, files: LayerFiles) -> None:
+        record = np.zeros(self.layout.stride, np.uint8)
+        pread_into(fd, record, expert * self.layout.stride)
+        difference = first_difference(self.layout.unpack(record), self.checkpoint.read_expert(layer, expert))
         if difference is not None:
-            entry = store.manifest.layers[layer]
             raise StoreError(
-                f"layer {entry.number}, expert {expert}: the store's {difference} differs from the checkpoint's; "
-                f"remove {store.path / entry.sums} and run the build again"
+                f"layer {self.checkpoint.moe_layers[layer].number}, expert {expert}: the store's {difference} differs "
+                f"from the checkpoint's; remove {files.sums} and run the build again"
             )
-
-    if chosen:
-        for_each(pool, chosen, job, Meter("check", len(chosen), progress))
-    return len(chosen)
 
 
 def first_difference(found: ExpertMatrices, wanted: ExpertMatrices) -> str | None:

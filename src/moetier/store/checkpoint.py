@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,11 @@ class Checkpoint:
         if self.origin is not None:
             return self.origin.source_format
         return "+".join(sorted({source.format for source in self.sources}))
+
+    def reopened(self) -> Checkpoint:
+        """The same folder, opened again: an identity that differs says that it was changed meanwhile."""
+        config, raw = read_json(self.path / "config.json")
+        return replace(self, config=config, config_bytes=raw, shards=self.shards.reopened())
 
     def read_expert(self, layer: int, expert: int) -> ExpertMatrices:
         """The matrices of one expert; layer is an index into `moe_layers`. Reads only this expert's bytes."""

@@ -13,6 +13,7 @@ import math
 import os
 import reprlib
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,15 +79,23 @@ def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
 def read_shard(path: Path) -> Shard:
     """Read and check the header of one safetensors file."""
     size = _regular_size(path)
+    with path.open("rb") as file:
+
+        def read(start: int, stop: int) -> bytes:
+            file.seek(start)
+            return file.read(stop - start)
+
+        return parse_shard(path, size, read)
+
+
+def parse_shard(path: Path, size: int, read: Callable[[int, int], bytes]) -> Shard:
+    """Check the header of a file of `size` bytes; read(start, stop) gives bytes of it. path is what it is called."""
     if size < 8:
         raise _damaged(path, f"expected a safetensors file, found {size} bytes")
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MAX_JSON, size - 8):
-            raise _damaged(
-                path, f"expected a header of 2 to {min(MAX_JSON, size - 8)} bytes, found a length of {length}"
-            )
-        raw = file.read(length)
+    length = int.from_bytes(read(0, 8), "little")
+    if not 2 <= length <= min(MAX_JSON, size - 8):
+        raise _damaged(path, f"expected a header of 2 to {min(MAX_JSON, size - 8)} bytes, found a length of {length}")
+    raw = read(8, 8 + length)
     if len(raw) != length:
         raise _damaged(path, f"expected a header of {length} bytes, found {len(raw)}")
     header = _parse(raw, f"header of {path}")
@@ -98,6 +107,9 @@ def read_shard(path: Path) -> Shard:
 
 class Shards:
     """All tensors of a checkpoint folder by name, and reads of their bytes."""
+
+    remote = False
+    """Whether a tensor may have to be fetched before it is read."""
 
     def __init__(self, folder: Path, index: bytes, shards: list[Shard]) -> None:
         self.folder = folder
@@ -130,15 +142,15 @@ class Shards:
                     "give the folder that holds config.json and the weights"
                 )
             return cls(folder, b"", [read_shard(file) for file in files])
-        weight_map, raw = _weight_map(indexes[0])
+        weight_map, raw = read_weight_map(indexes[0])
         names = sorted(set(weight_map.values()))
         shards = {name: read_shard(_existing(folder / name, indexes[0])) for name in names}
-        for tensor, file in weight_map.items():
-            if tensor not in shards[file].tensors:
-                raise CheckpointError(
-                    f"{indexes[0]} places tensor {tensor} in {file}, which does not hold it; download both again"
-                )
+        check_index(indexes[0], weight_map, shards)
         return cls(folder, raw, [shards[name] for name in names])
+
+    def reopened(self) -> Shards:
+        """The same files, opened again: what differs was changed meanwhile."""
+        return Shards.open(self.folder)
 
     def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
         """Bytes [start, start + nbytes) of a tensor as uint8 [nbytes]; all of it by default."""
@@ -212,7 +224,16 @@ def _parse(raw: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _weight_map(index: Path) -> tuple[dict[str, str], bytes]:
+def check_index(index: Path, weight_map: dict[str, str], shards: dict[str, Shard]) -> None:
+    """Every tensor must lie in the shard that the index names."""
+    for tensor, file in weight_map.items():
+        if tensor not in shards[file].tensors:
+            raise CheckpointError(
+                f"{index} places tensor {tensor} in {file}, which does not hold it; download both again"
+            )
+
+
+def read_weight_map(index: Path) -> tuple[dict[str, str], bytes]:
     content, raw = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
