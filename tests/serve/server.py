@@ -133,6 +133,13 @@ class Server:
         self.processes()
         return self
 
+    def wait_for_processes(self, number: int) -> None:
+        """Wait until the launcher and its descendants are so many."""
+        while len(self.processes()) + 1 < number:
+            assert self._process.poll() is None, self.stderr
+            assert time.monotonic() - self._started < LIMIT_SECONDS, self.log_tail()
+            time.sleep(0.1)
+
     def healthy(self) -> bool:
         """Whether /health answers that all is well."""
         try:

@@ -206,6 +206,15 @@ def test_signal_drains_saves_heat_exits_0(number: signal.Signals, nano: Path, st
     assert files(store) == before
 
 
+def test_signal_while_it_starts_ends_it(nano: Path, store: Path, tmp_path: Path) -> None:
+    before = files(store)
+    with Server(nano, store, tmp_path / "out") as server:
+        server.wait_for_processes(4)  # vLLM's server waits for its engine now, and is deaf to SIGTERM
+        assert server.stop(signal.SIGINT) == 0
+    assert "ended before it was ready" in server.stderr
+    assert files(store) == before
+
+
 def test_killed_launcher_leaves_no_server(nano: Path, store: Path, tmp_path: Path) -> None:
     with serving(nano, store, tmp_path / "out") as server:
         server.send(signal.SIGKILL)

@@ -97,12 +97,11 @@ def serve(
                 "failure_file": Path(folder) / "failure.json",
             }
         )
-        code = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus)
-    console.print("drained, heat saved, bye")
-    raise typer.Exit(code)
+        served = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus)
+    console.print("drained, heat saved, bye" if served else "ended before it was ready, bye")
 
 
-def _run(request: ServeRequest, cpus: tuple[int, ...]) -> int:
+def _run(request: ServeRequest, cpus: tuple[int, ...]) -> bool:
     """Run the server with a line of progress until it answers."""
     if request.log_file is not None:
         console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, highlight=False)

@@ -24,6 +24,8 @@ from moetier.serve.failure import read_failure
 POLL_SECONDS = 0.2
 KILL_GRACE_SECONDS = 15
 """After the drain time, how long the server may take to end before it is killed."""
+ABANDON_SECONDS = 5
+"""How long a server that does not answer yet may take to end."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -69,8 +71,8 @@ def run(
     cpus: tuple[int, ...],
     on_wait: Callable[[float], None],
     on_ready: Callable[[float], None],
-) -> int:
-    """Start the server and stay with it. Returns the exit code: 0 after a signal and a clean end.
+) -> bool:
+    """Start the server and stay with it until a signal and a clean end. Returns whether it had served by then.
 
     on_wait(seconds) is called while it starts, on_ready(seconds) once when it answers. If it ends without having been
     asked to, that is the MoetierError which stopped it, else a ServerFailedError.
@@ -94,7 +96,8 @@ def run(
             time.sleep(POLL_SECONDS)
         code = process.poll()
         if code is None:
-            return _drain(process, request, stop)
+            (_drain if ready else _abandon)(process, request, stop)
+            return ready
     _kill_group(process)
     failure = request.settings.failure_file and read_failure(request.settings.failure_file)
     if failure and not ready:
@@ -137,7 +140,17 @@ def last_line(path: Path) -> str:
     return ""
 
 
-def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> int:
+def _abandon(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> None:
+    """End a server that does not answer yet: nothing to drain, and vLLM may wait for its engine before it looks up."""
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + ABANDON_SECONDS
+    while process.poll() is None and time.monotonic() < deadline and len(stop) < 2:
+        time.sleep(POLL_SECONDS)
+    _kill_group(process)
+    process.wait()
+
+
+def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> None:
     """Let the requests in flight end, then the server; a second signal or the deadline kills it."""
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + request.drain_seconds + KILL_GRACE_SECONDS
@@ -148,7 +161,6 @@ def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[i
     process.wait()
     if not clean:
         raise ServerFailedError("the server did not end in time and was killed; heat of the last minute may be lost")
-    return 0
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
