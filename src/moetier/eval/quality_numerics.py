@@ -40,7 +40,7 @@ def fp8_blocks(x: Tensor) -> Tensor:
     whole = x.shape[-1] // FP8_BLOCK * FP8_BLOCK
     parts = []
     if whole:
-        parts.append(_fp8_rows(x[..., :whole].unflatten(-1, (-1, FP8_BLOCK))).flatten(-2))
+        parts.append(_fp8_rows(x[..., :whole].reshape(*x.shape[:-1], -1, FP8_BLOCK)).flatten(-2))
     if whole < x.shape[-1]:
         parts.append(_fp8_rows(x[..., whole:]))
     return torch.cat(parts, dim=-1)
@@ -50,7 +50,7 @@ def _fp8_rows(block: Tensor) -> Tensor:
     """Each row of the last axis is a block."""
     largest = block.abs().amax(-1, keepdim=True).clamp_min(FP8_LEAST_MAXIMUM)
     mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1); 448 = 0.875 * 2^9
-    scale = torch.ldexp(largest.new_ones(()), exponent - 9 + (mantissa > 0.875).to(exponent.dtype))
+    scale = torch.ldexp(torch.ones_like(largest), exponent - 9 + (mantissa > 0.875).to(exponent.dtype))
     return (block / scale).to(torch.float8_e4m3fn).to(block.dtype) * scale
 
 
