@@ -1,0 +1,65 @@
+"""The kernel benchmark: what it reports, not how fast this machine is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from moetier.bench import kernel
+from moetier.errors import SettingsError
+from moetier.formats import LayerGeometry
+from moetier.kernels.cpu import available_isas
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(kernel, "SECONDS_PER_ROW", 0.0)
+
+
+def test_rows_and_limits():
+    seen = []
+    result = kernel.bench_kernel("64,64,8,2", threads=[1, 2], isas=["portable"], tokens=[1, 3], report=seen.append)
+    assert [(row["M"], row["isa"], row["threads"]) for row in result["rows"]] == [
+        (1, "portable", 1), (3, "portable", 1), (1, "portable", 2), (3, "portable", 2),
+    ]  # fmt: skip
+    for row, reported in zip(result["rows"], seen, strict=True):
+        assert row["us"] == reported.us > 0
+        assert 0 < row["gops"] < row["peak_gops"]
+        weights = 3 * 64 * 64
+        assert row["gops"] == pytest.approx(2 * row["M"] * 2 * weights / row["us"] / 1e3)
+        at_most = min(8, row["M"] * 2) * weights * 17 / 32 / row["us"] / 1e3
+        assert 0 < row["gbps"] <= at_most * 1.0001
+        assert row["read_gbps"] > 0
+        limit = max(row["gbps"] / row["read_gbps"], row["gops"] / row["peak_gops"])
+        assert row["ratio_to_limit"] == pytest.approx(limit)
+    assert json.loads(json.dumps(result))["shape"] == {
+        "hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2, "slices": 1,
+    }  # fmt: skip
+    assert result["machine"]["cpus"] >= 1
+
+
+def test_the_best_kernel_set_is_the_default():
+    result = kernel.bench_kernel("64,64,8,2", threads=[1], tokens=[1])
+    assert [row["isa"] for row in result["rows"]] == [available_isas()[0]]
+
+
+@pytest.mark.parametrize("name", kernel.SHAPES)
+def test_shapes_by_name(name):
+    assert kernel.parse_shape(name) == kernel.SHAPES[name]
+
+
+def test_a_shape_by_numbers():
+    assert kernel.parse_shape("96,64,5,2") == LayerGeometry(96, 64, 5, 2)
+
+
+@pytest.mark.parametrize("text", ["v5", "1,2,3", "a,b,c,d", ""])
+def test_shapes_that_are_none(text):
+    with pytest.raises(SettingsError, match="v4-flash"):
+        kernel.parse_shape(text)
+
+
+def test_fewer_experts_where_memory_is_short(monkeypatch):
+    monkeypatch.setattr(kernel, "MEMORY_SHARE", 1e-9)
+    with pytest.raises(SettingsError, match="memory"):
+        kernel.bench_kernel("4096,2048,256,6")
