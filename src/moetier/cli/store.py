@@ -17,6 +17,8 @@ from rich.table import Table
 from moetier.errors import SettingsError
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
+from moetier.store.remote.build import build_remote
+from moetier.store.remote.hub import SCHEME
 from moetier.store.store import Store
 from moetier.store.trim import delete_source_of, trim_checkpoint
 from moetier.store.verify import verify_store
@@ -32,7 +34,12 @@ StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="A store's fold
 
 @app.command()
 def build(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of config.json and *.safetensors.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Folder of config.json and *.safetensors, or hf://ORG/NAME[@REVISION]."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; an interrupted build resumes.")],
     slices: Annotated[
         int, typer.Option(min=1, help="Cut each expert in this many slices (for tensor parallelism).")
@@ -52,6 +59,7 @@ def build(
             help="Given twice: delete CHECKPOINT's weights once the store is checked and verified and --trim is done.",
         ),
     ] = 0,
+    keep_shards: Annotated[int, typer.Option(min=1, help="Shards of an hf:// source on disk at a time.")] = 4,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -61,11 +69,23 @@ def build(
             "--delete-source deletes the checkpoint's weights for good: give it twice, with --check N (at least 1) and "
             "--trim FOLDER"
         )
+    freed = 0
     with progress_bar() as step:
-        report = build_store(checkpoint, out, slices=slices, check=check, deep=deep, threads=threads, progress=step)
-        if trim is not None:
-            trim_checkpoint(Checkpoint.open(checkpoint), trim, step)
-        freed = delete_source_of(checkpoint, out, trim, step) if delete_source and trim is not None else 0
+        if checkpoint.startswith(SCHEME):
+            if trim is None or deep or delete_source:
+                raise SettingsError(
+                    f"{checkpoint} is never whole on this disk: expected --trim FOLDER (for its other weights) and "
+                    "neither --deep nor --delete-source"
+                )
+            report = build_remote(
+                checkpoint, out, trim, keep=keep_shards, slices=slices, check=check, threads=threads, progress=step
+            ).build
+        else:
+            report = build_store(checkpoint, out, slices=slices, check=check, deep=deep, threads=threads, progress=step)
+            if trim is not None:
+                trim_checkpoint(Checkpoint.open(checkpoint), trim, step)
+            if delete_source and trim is not None:
+                freed = delete_source_of(Path(checkpoint), out, trim, step)
     if as_json:
         _print_json({**asdict(report), "trimmed": None if trim is None else str(trim), "bytes_deleted": freed})
         return

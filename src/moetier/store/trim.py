@@ -22,7 +22,7 @@ from moetier.store.work import Meter, Report
 PARTIAL = ".partial"
 LOCK = "trim.lock"
 CHUNK = 16 << 20
-WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin", ".pt", ".pth", ".gguf", note.FILE)
+WEIGHTS = (".safetensors", INDEX_SUFFIX, ".safetensors.part", ".bin", ".pt", ".pth", ".gguf", note.FILE)
 """Endings of files that are not copied as they are."""
 
 
@@ -33,14 +33,14 @@ def trim_checkpoint(checkpoint: Checkpoint, out: Path, progress: Report | None =
     """
     checkpoint.require_experts()
     out = out.absolute()
-    if _is_there(checkpoint, out):
+    if is_there(checkpoint, out):
         return
     if out.resolve().is_relative_to(checkpoint.path.resolve()):
         raise StoreError(f"{out} lies in the checkpoint {checkpoint.path}: expected a folder outside of it")
     partial = out.with_name(out.name + PARTIAL)
     with locked_folder(partial, LOCK):
         with store_errors(f"{partial} cannot be written"):
-            _copy_small_files(checkpoint.path, partial)
+            copy_small_files(checkpoint.path, partial)
         meter = Meter("trim", len(checkpoint.shards.shards), progress)
         for shard in checkpoint.shards.shards:
             trim_shard(checkpoint.shards, shard, partial)
@@ -104,7 +104,7 @@ def finish(checkpoint: Checkpoint, partial: Path, out: Path) -> None:
         sync_folder(out.parent)
 
 
-def _is_there(checkpoint: Checkpoint, out: Path) -> bool:
+def is_there(checkpoint: Checkpoint, out: Path) -> bool:
     """Whether `out` is this checkpoint, trimmed; StoreError if it is anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -145,7 +145,7 @@ def _compare(shards: Shards, shard: Shard, written: Path) -> None:
                 raise StoreError(f"{written}: {tensor.name} is not what was written; check the disk and try again")
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def copy_small_files(source: Path, folder: Path) -> None:
     """Config, tokenizer, templates and code: all that is not weights."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not path.name.endswith(WEIGHTS):
@@ -166,7 +166,7 @@ def delete_source_of(path: Path, store: Path, trimmed: Path, progress: Report | 
     report = verify_store(store, checkpoint=path, progress=progress)
     if report.bad:
         raise StoreError(f"{store} has {len(report.bad)} bad records: build it again; nothing was deleted")
-    if not _is_there(checkpoint, trimmed):
+    if not is_there(checkpoint, trimmed):
         raise CheckpointError(f"{trimmed}: expected the trimmed {path}, found nothing; nothing was deleted")
     freed = 0
     with store_errors(f"{path} cannot be deleted"):

@@ -1,0 +1,147 @@
+"""Build a store and the trimmed checkpoint to serve it with from a repository that never lies whole on this disk."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from moetier.errors import CheckpointError
+from moetier.store.build import BuildReport, build_from
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.files import locked_folder, store_errors, write_durably
+from moetier.store.remote.cache import RemoteShards, ShardCache
+from moetier.store.remote.fetch import Fetcher, Patience
+from moetier.store.remote.hub import Repository, open_repository
+from moetier.store.shards import (
+    INDEX_SUFFIX,
+    MAX_JSON,
+    Shard,
+    Shards,
+    check_index,
+    parse_shard,
+    read_json,
+    read_weight_map,
+)
+from moetier.store.trim import LOCK, PARTIAL, WEIGHTS, copy_small_files, finish, is_there, trim_shard
+from moetier.store.work import Meter, Report
+
+DOWNLOAD = ".download"
+COMMIT = "moetier-commit"
+SMALL = 1 << 28
+"""A file that is no weight and larger than this is not fetched: it would be a second copy of something."""
+
+
+@dataclass(frozen=True)
+class RemoteReport:
+    """What a build from a repository did. fetched: bytes of shards that came over the network."""
+
+    build: BuildReport
+    commit: str
+    trimmed: str
+    fetched: int
+
+
+def build_remote(
+    source: str,
+    out: Path,
+    trimmed: Path,
+    *,
+    keep: int = 4,
+    slices: int = 1,
+    check: int = 0,
+    threads: int | None = None,
+    patience: Patience | None = None,
+    progress: Report | None = None,
+) -> RemoteReport:
+    """Build the store `out` and the trimmed checkpoint `trimmed` of hf://ORG/NAME, with at most `keep` shards on disk.
+
+    Killed, the same call resumes: layers that are whole, files that were trimmed and what was fetched of a shard stay.
+    """
+    repository = open_repository(source)
+    out, trimmed = out.absolute(), trimmed.absolute()
+    download, partial = out.with_name(out.name + DOWNLOAD), trimmed.with_name(trimmed.name + PARTIAL)
+    fetcher = Fetcher(repository.headers, patience)
+    with locked_folder(download, LOCK), locked_folder(partial, LOCK):
+        folder = _small_files(repository, fetcher, download)
+        checkpoint, cache = _open(repository, fetcher, folder, keep, progress)
+        done = is_there(checkpoint, trimmed)
+        if not done:
+            with store_errors(f"{partial} cannot be written"):
+                copy_small_files(folder, partial)
+            by_name = {shard.path.name: shard for shard in checkpoint.shards.shards}
+            # A shard's other tensors are copied when it arrives: it may be gone when the store is built.
+            cache.arrived = lambda name: trim_shard(Shards(folder, b"", [by_name[name]]), by_name[name], partial)
+        report = build_from(checkpoint, out, slices=slices, check=check, threads=threads, progress=progress)
+        if done:
+            shutil.rmtree(partial)
+        else:
+            _trim_rest(checkpoint, partial, progress)
+            finish(checkpoint, partial, trimmed)
+        with store_errors(f"{download} cannot be removed"):
+            shutil.rmtree(download)
+    return RemoteReport(report, repository.commit, str(trimmed), cache.fetched)
+
+
+def _trim_rest(checkpoint: Checkpoint, partial: Path, progress: Report | None) -> None:
+    """Shards that the store did not need, or that an earlier run had."""
+    meter = Meter("trim", len(checkpoint.shards.shards), progress)
+    for shard in checkpoint.shards.shards:
+        trim_shard(checkpoint.shards, shard, partial)
+        meter.add(1)
+
+
+def _small_files(repository: Repository, fetcher: Fetcher, download: Path) -> Path:
+    """Fetch all that is not weights, and give its folder; what is there of another commit is an error."""
+    stamp, folder = download / COMMIT, download / "files"
+    if stamp.exists() and stamp.read_text() != repository.commit:
+        raise CheckpointError(
+            f"{download} is the rest of a download of commit {stamp.read_text()}, expected {repository.commit}: give "
+            f"the first as hf://{repository.name}@COMMIT, or remove the folder"
+        )
+    with store_errors(f"{download} cannot be written"):
+        write_durably(stamp, repository.commit.encode())
+        folder.mkdir(exist_ok=True)
+        for file in repository.files.values():
+            path = folder / file.name
+            index = file.name.endswith(INDEX_SUFFIX) and "/" not in file.name
+            if (file.name.endswith(WEIGHTS) and not index) or file.size > (MAX_JSON if index else SMALL):
+                continue
+            if not path.exists() or path.stat().st_size != file.size:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_durably(path, fetcher.read(file, 0, file.size))
+    return folder
+
+
+def _open(
+    repository: Repository, fetcher: Fetcher, folder: Path, keep: int, progress: Report | None
+) -> tuple[Checkpoint, ShardCache]:
+    """The checkpoint by its headers, each fetched by itself; and the cache that its shards come through."""
+    indexes = sorted(folder.glob("*" + INDEX_SUFFIX))
+    weight_map, raw_index = read_weight_map(indexes[0]) if indexes else ({}, b"")
+    names = sorted(set(weight_map.values())) or _unindexed(repository)
+    absent = next((name for name in names if name not in repository.files), None)
+    if absent is not None or not names:
+        raise CheckpointError(
+            f"hf://{repository.name}: expected {absent or 'safetensors files'}, found none; give a repository of whole "
+            "safetensors weights"
+        )
+    meter = Meter("headers", len(names), progress)
+    shards: dict[str, Shard] = {}
+    for name in names:
+        read = functools.partial(fetcher.read, repository.files[name])
+        shards[name] = parse_shard(folder / name, repository.files[name].size, read)
+        meter.add(1)
+    if indexes:
+        check_index(indexes[0], weight_map, shards)
+    cache = ShardCache(folder, {name: repository.files[name] for name in names}, fetcher, keep)
+    config, raw = read_json(folder / "config.json")
+    return Checkpoint.whole(folder, config, raw, RemoteShards(folder, raw_index, list(shards.values()), cache)), cache
+
+
+def _unindexed(repository: Repository) -> list[str]:
+    """The shards of a repository without an index, as of a folder without one."""
+    if "model.safetensors" in repository.files:
+        return ["model.safetensors"]
+    return sorted(name for name in repository.files if name.endswith(".safetensors") and "/" not in name)
