@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from moetier.errors import CheckpointError
+from moetier.errors import CheckpointError, UnsupportedModelError
 from moetier.formats import E2M1_VALUES, ExpertMatrices, Matrix, unpack_codes
 from moetier.formats.requantize import requantize
 from moetier.store.build import build_store
@@ -410,3 +410,7 @@ def test_draft_layers_count_on_from_the_last_hidden_layer(tmp_path):
     write(tmp_path / "c", tensors, 64, 32, num_hidden_layers=2)
     found = [(layer.number, layer.name) for layer in Checkpoint.open(tmp_path / "c").moe_layers]
     assert found == [(0, "layers.0.ffn.experts"), (1, "layers.1.ffn.experts"), (2, "mtp.0.ffn.experts")]
+    smaller = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.0.ffn.experts.2.")}
+    write(tmp_path / "d", smaller, 64, 32, num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match=r"draft layer 2 .* has 2 experts and the model 3"):
+        Checkpoint.open(tmp_path / "d")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moetier.errors import CheckpointError
+from moetier.errors import CheckpointError, UnsupportedModelError
 from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
 from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
@@ -59,7 +59,8 @@ class Checkpoint:
     def whole(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards) -> Checkpoint:
         """A checkpoint with its experts, from its parts; raw are the bytes of config.json."""
         text = keys.text_config(config)
-        layers = tuple(find_layers(shards.tensors, keys.size(text, keys.LAYERS) or 0))
+        hidden_layers = keys.size(text, keys.LAYERS) or 0
+        layers = tuple(find_layers(shards.tensors, hidden_layers))
         if not layers:
             raise CheckpointError(
                 f"{folder} (model type {keys.model_type(config) or 'unknown'}) has no routed experts: expected tensors "
@@ -67,8 +68,8 @@ class Checkpoint:
                 "and others; moetier serves Mixture-of-Experts models, use vLLM as it is for this one"
             )
         experts = keys.required(text, keys.EXPERTS)
+        _check_expert_count(shards, layers, experts, hidden_layers)
         sources = tuple(open_layer(shards, layer, experts, config) for layer in layers)
-        _check_expert_count(shards, layers, experts)
         geometry = _geometry(text, sources, experts)
         return cls(folder, config, shards, layers, sources, geometry, keys.family(config), raw)
 
@@ -167,17 +168,26 @@ def _hash_file(path: Path, digest: hashlib._Hash) -> None:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
 
 
-def _check_expert_count(shards: Shards, layers: tuple[MoeLayer, ...], experts: int) -> None:
-    """No layer may hold more experts than config.json says: they would be left out in silence."""
-    prefixes = {layer.name: layer.number for layer in layers}
+def _check_expert_count(shards: Shards, layers: tuple[MoeLayer, ...], experts: int, hidden_layers: int) -> None:
+    """No layer may hold more experts than config.json says, they would be left out in silence; nor a drafter fewer."""
+    by_prefix = {layer.name: layer for layer in layers}
+    found: dict[MoeLayer, int] = {}
     for name in shards.tensors:
         prefix, _, rest = name.rpartition(".experts.")
-        expert = rest.partition(".")[0]
-        layer = prefixes.get(f"{prefix}.experts")
-        if layer is not None and expert.isdecimal() and int(expert) >= experts:
+        layer, expert = by_prefix.get(f"{prefix}.experts"), rest.partition(".")[0]
+        if layer is None or not expert.isdecimal():
+            continue
+        if int(expert) >= experts:
             raise CheckpointError(
-                f"layer {layer}: config.json says {experts} experts, but there is tensor {name}; "
+                f"layer {layer.number}: config.json says {experts} experts, but there is tensor {name}; "
                 "config.json does not belong to these weights"
+            )
+        found[layer] = max(found.get(layer, 0), int(expert) + 1)
+    for layer, count in found.items():
+        if count != experts and layer.number >= hidden_layers:
+            raise UnsupportedModelError(
+                f"draft layer {layer.number} ({layer.name}) has {count} experts and the model {experts}: expected one "
+                "geometry for all layers of a store; drafters of another size are not supported yet"
             )
 
 
