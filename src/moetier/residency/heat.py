@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from moetier.store.files import write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,5 @@ class Heat:
             return
         state = {"format": FORMAT, "identity": self._identity, "counts": counts.tolist()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_durably(path, json.dumps(state).encode())
         self._saved = counts
