@@ -27,6 +27,8 @@ LONG: dict[str, Any] = {"prompt": "The", "max_tokens": 700, "temperature": 0, "e
 """A request of some seconds."""
 TOP_K = 4
 HEAT = "heat.json"
+STARTING = 5
+"""Processes while vLLM's server waits for its engine: launcher, guard, server, its resource tracker, engine."""
 
 
 @pytest.fixture(scope="module")
@@ -209,14 +211,19 @@ def test_signal_drains_saves_heat_exits_0(number: signal.Signals, nano: Path, st
 def test_signal_while_it_starts_ends_it(nano: Path, store: Path, tmp_path: Path) -> None:
     before = files(store)
     with Server(nano, store, tmp_path / "out") as server:
-        server.wait_for_processes(4)  # vLLM's server waits for its engine now, and is deaf to SIGTERM
+        server.wait_for_processes(STARTING)  # vLLM's server is deaf to SIGTERM now
         assert server.stop(signal.SIGINT) == 0
     assert "ended before it was ready" in server.stderr
     assert files(store) == before
 
 
-def test_killed_launcher_leaves_no_server(nano: Path, store: Path, tmp_path: Path) -> None:
-    with serving(nano, store, tmp_path / "out") as server:
+@pytest.mark.parametrize("when", ["starting", "ready"])
+def test_killed_launcher_leaves_no_server(when: str, nano: Path, store: Path, tmp_path: Path) -> None:
+    with Server(nano, store, tmp_path / "out") as server:
+        if when == "ready":
+            server.wait_ready()
+        else:
+            server.wait_for_processes(STARTING)
         server.send(signal.SIGKILL)
         server.wait_gone()
         assert server.wait_exit() == -signal.SIGKILL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -20,13 +19,13 @@ from typing import IO
 from moetier.errors import MoetierError, SettingsError
 from moetier.serve.command import ServeRequest, arguments, environment
 from moetier.serve.failure import read_failure
+from moetier.serve.guard import guarded
 
 POLL_SECONDS = 0.2
 KILL_GRACE_SECONDS = 15
 """After the drain time, how long the server may take to end before it is killed."""
 ABANDON_SECONDS = 5
 """How long a server that does not answer yet may take to end."""
-PR_SET_PDEATHSIG = 1
 
 
 class ServerFailedError(MoetierError):
@@ -85,14 +84,16 @@ def run(
             stdout=output,
             stderr=output,
             start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we drain the server
-            preexec_fn=_die_with_parent,
         )
-    with _stop_signals() as stop:
+    patience = request.drain_seconds + KILL_GRACE_SECONDS
+    with _stop_signals() as stop, guarded(process.pid, patience, ABANDON_SECONDS) as tell_ready:
         ready = False
         while process.poll() is None and not stop:
             if not ready:
                 ready = _healthy(request)
                 (on_ready if ready else on_wait)(time.monotonic() - start)
+                if ready:
+                    tell_ready()
             time.sleep(POLL_SECONDS)
         code = process.poll()
         if code is None:
@@ -194,8 +195,3 @@ def _healthy(request: ServeRequest) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _die_with_parent() -> None:
-    """Linux sends the server a SIGTERM if we are killed: it is never left behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
