@@ -112,7 +112,7 @@ def bench_kernel(
 
     """
     geometry = _fitting(parse_shape(shape), experts)
-    memory, addresses = _records(geometry)
+    memory, addresses = make_records(geometry)
     counts = threads or sorted({1, machine.default_threads(machine.allowed_cpus())})
     rows = []
     for count in counts:
@@ -138,7 +138,7 @@ def _fitting(geometry: LayerGeometry, experts: int | None) -> LayerGeometry:
     return LayerGeometry(geometry.hidden, geometry.intermediate, count, geometry.top_k, geometry.slices)
 
 
-def _records(geometry: LayerGeometry) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+def make_records(geometry: LayerGeometry) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
     """Random records with usual scales, each in memory of its own."""
     layout = RecordLayout.of(geometry)
     rng = np.random.default_rng(0)
