@@ -1,4 +1,4 @@
-"""kt-kernel's own layer (KTransformers), its extension taken from the wheel alone: the package's Python part wants more."""
+"""kt-kernel's own layer (KTransformers), through the wheel's extension alone: its Python part wants more."""
 
 from __future__ import annotations
 

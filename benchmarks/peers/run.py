@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def one_round(peers: list[Peer], step: Step, cpus: int) -> tuple[dict[str, float
     return seconds, others / ((time.perf_counter() - start) * cpus)
 
 
-def measure(peers: list[Peer], geometry: LayerGeometry, tokens: int) -> dict[str, object]:
+def measure(peers: list[Peer], geometry: LayerGeometry, tokens: int) -> dict[str, Any]:
     rng = np.random.default_rng(tokens)
     cpus = describe_machine()["cpus"]
     for peer in peers:
