@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # tools/sanitize.sh SANITIZERS [PYTEST ARGUMENTS]: build the extension with GCC's -fsanitize=SANITIZERS, in
-# build/sanitize-SANITIZERS beside the normal build, and run the kernels' tests on it.
+# build/sanitize-SANITIZERS beside the normal build; run the native test and the kernels' tests on it.
 set -euo pipefail
 shopt -s inherit_errexit
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ echo "sanitize: building with $sanitizers" >&2
 rm -rf "$build/site"
 .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --target "$build/site" \
   --config-settings=build-dir="$build/cmake" --config-settings=cmake.define.MOETIER_SANITIZE="$sanitizers" \
-  --config-settings=cmake.define.CMAKE_CXX_COMPILER=g++ .
+  --config-settings=cmake.define.MOETIER_NATIVE_TESTS=ON --config-settings=cmake.define.CMAKE_CXX_COMPILER=g++ .
 
 # Python itself is not instrumented, so the runtimes must be loaded before it, and libstdc++ before they look for it.
 preload=()
@@ -33,6 +33,7 @@ preload+=("$(g++ -print-file-name=libstdc++.so)")
 # -S leaves out .venv's hook that finds the normal, editable build. Python's own allocations are no leaks of ours.
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "sanitize: testing with $sanitizers" >&2
+.venv/bin/ctest --test-dir "$build/cmake" --output-on-failure
 LD_PRELOAD="${preload[*]}" PYTHONPATH="$build/site:$packages" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   TSAN_OPTIONS=halt_on_error=1 \
