@@ -23,7 +23,7 @@ from rich.table import Table
 
 from moetier.eval import EvalError
 from moetier.eval.compare import Comparison, compare
-from moetier.eval.quality_log import ResultLog, verdict
+from moetier.eval.quality_log import ResultLog, same_answers, verdict
 from moetier.eval.quality_numerics import REFERENCE, VARIANTS
 from moetier.eval.quality_tasks import evaluate
 from moetier.eval.report import Report
@@ -74,6 +74,8 @@ def show(reports: dict[str, Report], asked: argparse.Namespace) -> None:
     console.print(score_table(reports, asked.model))
     pairs = {name: compare(reports[REFERENCE], report) for name, report in reports.items() if name != REFERENCE}
     console.print(pair_table(pairs))
+    same = {name: same_answers(reports[REFERENCE], reports[name]) for name in pairs}
+    console.print("same answer as the reference:", ", ".join(f"{name} {count}" for name, count in same.items()))
     for table in text_tables(reports, pairs):
         console.print(table)
     state: dict[str, Any] = {**machine(), "model": asked.model, "variants": {}}
@@ -82,6 +84,7 @@ def show(reports: dict[str, Report], asked: argparse.Namespace) -> None:
         if name in pairs:
             found = verdict(pairs[name])
             state["variants"][name]["against_reference"] = pairs[name].as_dict()
+            state["variants"][name]["same_answers"] = asdict(same[name])
             state["variants"][name]["verdict"] = found and {**asdict(found), "not_worse": found.not_worse}
     path = folder(asked) / "tasks.json"
     path.write_text(json.dumps(state, indent=1) + "\n")

@@ -24,11 +24,11 @@ pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is 
 from moetier.eval import quality_numerics as numerics  # noqa: E402 (they import torch)
 from moetier.eval.quality_experts import Experts  # noqa: E402
 from moetier.eval.quality_layers import decibels, layer_errors  # noqa: E402
-from moetier.eval.quality_log import ResultLog, verdict  # noqa: E402
+from moetier.eval.quality_log import ResultLog, same_answers, verdict  # noqa: E402
 from moetier.eval.quality_model import QualityModel  # noqa: E402
 from moetier.eval.quality_numerics import ARITHMETICS, OURS, REFERENCE, TRUTH, VARIANTS  # noqa: E402
 from moetier.eval.quality_tasks import answer_of, evaluate  # noqa: E402
-from moetier.eval.report import Result  # noqa: E402
+from moetier.eval.report import Report, Result  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -329,6 +329,14 @@ def test_verdict(items: int, only_reference: int, only_variant: int, not_worse: 
     assert found.not_worse == not_worse
     assert found.points_lost == pytest.approx(100 * (only_reference - only_variant) / items)
     assert verdict(Comparison((), (), 0)) is None
+
+
+def test_same_answers_are_counted_right_or_wrong() -> None:
+    def report(*answers: str | None) -> Report:
+        found = [Result("t", i, "d", False, skipped=a is None, answer=a) for i, a in enumerate(answers)]
+        return Report({}, (*found, Result("text", 0, "d", False, nats=1.0)))
+
+    assert str(same_answers(report("a", "b", "c", None, "d"), report("a", "x", "c", "e", None))) == "2/3"
 
 
 def test_weights_are_the_stores(model: QualityModel) -> None:

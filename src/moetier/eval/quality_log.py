@@ -10,7 +10,7 @@ from typing import Any
 from moetier.eval import EvalError
 from moetier.eval.compare import Comparison
 from moetier.eval.items import Item, Text
-from moetier.eval.report import Report, Result
+from moetier.eval.report import Count, Report, Result
 
 MOST_POINTS = 1.0
 """Points (of 100) that a variant may lose against the reference and still be not worse."""
@@ -86,6 +86,17 @@ class Verdict:
     def not_worse(self) -> bool:
         """At most one point lost, with p >= 0.05; a variant that is better is not worse, whatever p is."""
         return self.points_lost <= 0 or (self.p >= LEAST_P and self.points_lost <= MOST_POINTS)
+
+
+def same_answers(a: Report, b: Report) -> Count:
+    """Questions to which both gave the same answer, right or wrong, of those that both answered."""
+    answers = {(result.task, result.id): result.answer for result in _answered(a)}
+    same = [answers[key] == result.answer for result in _answered(b) if (key := (result.task, result.id)) in answers]
+    return Count(sum(same), len(same))
+
+
+def _answered(report: Report) -> list[Result]:
+    return [result for result in report.results if result.nats is None and not result.skipped]
 
 
 def verdict(comparison: Comparison) -> Verdict | None:
