@@ -1,0 +1,213 @@
+"""Launches the CUDA kernels of a layer: a decode path for few pairs, a prefill path for many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetier.formats import BLOCK
+from moetier.kernels.gpu import nvrtc
+from moetier.kernels.gpu.base import Call, Sizes
+from moetier.kernels.oracle import segments
+
+MAX_DECODE_PAIRS = 128
+THREADS = 256
+META_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PanelSizes:
+    """Sizes of panel_mma.cuh or panel_wgmma.cuh: what a block of the prefill kernels computes, and its ring."""
+
+    pairs: int
+    rows: int
+    block_bytes: int
+    """Activations of one block of 32 in shared memory."""
+    alignment: int
+    depth: int
+    stage_blocks: int
+
+    def shared_bytes(self, blocks: int) -> int:
+        stage = largest_divisor(blocks // segments(blocks), self.stage_blocks)
+        bytes_a_stage = stage * (self.rows * 17 + self.block_bytes)
+        ring = self.depth * (-(-bytes_a_stage // self.alignment) * self.alignment)
+        return max(ring, self.rows * (self.pairs + 9) * 4)
+
+
+WGMMA = PanelSizes(pairs=128, rows=128, block_bytes=128 * 64, alignment=1024, depth=4, stage_blocks=4)
+MMA = PanelSizes(pairs=64, rows=256, block_bytes=64 * 64 + 64, alignment=16, depth=4, stage_blocks=4)
+MMA_SMALL = replace(MMA, depth=2, stage_blocks=2)
+"""For devices with about 100 KB of shared memory a block."""
+
+
+def largest_divisor(n: int, most: int) -> int:
+    return next(d for d in range(most, 0, -1) if n % d == 0)
+
+
+def _macros(sizes: Sizes) -> dict[str, str | int]:
+    g, family = sizes.geometry, sizes.family
+    macros: dict[str, str | int] = {
+        "HIDDEN": g.hidden,
+        "INNER": g.slice_intermediate,
+        "SLICES": g.slices,
+        "SLICE_BYTES": sizes.layout.slice_bytes,
+        "EXPERTS": g.experts,
+        "TOP_K": g.top_k,
+        "WEIGHTED": int(family.route_weight_before_down),
+    }
+    if family.swiglu_limit is not None:
+        macros["LIMIT_BITS"] = hex(int(np.float32(family.swiglu_limit).view(np.uint32)))
+    return macros
+
+
+class _Decode:
+    """decode.cu for one group size: how many pairs of an expert share a pass over its weights."""
+
+    def __init__(self, sizes: Sizes, group: int, up_depth: int, down_depth: int, device: torch.device) -> None:
+        g = sizes.geometry
+        up_blocks, down_blocks = g.hidden // BLOCK, g.slice_intermediate // BLOCK
+        s = segments(up_blocks)
+        tiles = max(1, s // 2)
+        warps = s * 4 // tiles
+
+        def stage(row_tiles: int, blocks: int) -> int:
+            return -(-blocks * (row_tiles * 272 + group * (32 + META_BYTES)) // 16) * 16
+
+        ring = warps * up_depth * stage(tiles, largest_divisor(up_blocks // s, 4))
+        up_shared = max(ring, s * 64 * group * 4)
+        self.chains = segments(down_blocks) * g.slices
+        self.down_ring = 8 * down_depth * stage(1, largest_divisor(down_blocks // segments(down_blocks), 9))
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        fixed = 8192  # more than the kernel's own static shared memory
+        self.max_pairs = min(MAX_DECODE_PAIRS, (limit - fixed - self.down_ring) // (self.chains * 64))
+        kernels = {
+            "quantize_decode": (256, 0),
+            "gate_up_decode": (warps * 32, up_shared),
+            "down_decode": (256, self.down_ring + self.max_pairs * self.chains * 64),
+        }
+        macros = _macros(sizes) | {"GROUP_SIZE": group, "UP_DEPTH": up_depth, "DOWN_DEPTH": down_depth}
+        macros["DOWN_BLOCKS_A_STAGE"] = 9
+        self.kernels = nvrtc.load("decode.cu", macros, device, kernels)
+
+
+class CudaPath:
+    """The NVIDIA path (sm_80 and newer). One object serves every layer of the same sizes, one call at a time."""
+
+    def __init__(self, sizes: Sizes, max_tokens: int, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        g = sizes.geometry
+        properties = torch.cuda.get_device_properties(device)
+        large = properties.shared_memory_per_block_optin > 160 * 1024
+        self.alone = _Decode(sizes, 1, 2, 3, device)
+        self.shared = _Decode(sizes, 8, 2, 2, device)
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self.panel = WGMMA if hopper else MMA if large else MMA_SMALL
+        self._load_prefill(self.panel)
+        pairs = max_tokens * g.top_k
+
+        def buffer(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        few_tokens = min(max_tokens, MAX_DECODE_PAIRS // g.top_k)
+        few = few_tokens * g.top_k
+        self.meta = buffer(max(few_tokens, 1), g.hidden // BLOCK, 2, dtype=torch.int32)
+        self.hmeta = buffer(max(few, 1), g.intermediate // BLOCK, 2, dtype=torch.int32)
+        self.q = buffer(max_tokens, g.hidden, dtype=torch.int8)
+        self.e = buffer(max_tokens, g.hidden // BLOCK, dtype=torch.int8)
+        self.x = buffer(max_tokens, g.hidden, dtype=torch.int16)
+        self.hq = buffer(pairs, g.intermediate, dtype=torch.int8)
+        self.he = buffer(pairs, g.intermediate // BLOCK, dtype=torch.int8)
+        self.h = buffer(pairs, g.intermediate, dtype=torch.int16)
+        self.parts = buffer(g.slices if g.slices > 1 else 0, pairs, g.hidden, dtype=torch.float32)
+        self.order, self.counts, self.next = (buffer(n, dtype=torch.int32) for n in (pairs, g.experts, g.experts))
+        self.tiles = buffer(self._most_tiles(pairs), 3, dtype=torch.int32)
+        self.tile_count = buffer(1, dtype=torch.int32)
+
+    def _most_tiles(self, pairs: int) -> int:
+        return min(pairs, self.sizes.geometry.experts + pairs // self.panel.pairs)
+
+    def _load_prefill(self, panel: PanelSizes) -> None:
+        g = self.sizes.geometry
+        kernels = dict.fromkeys(
+            ("quantize_prefill", "plan_count", "plan_order", "join_slices", "combine"), (THREADS, 0)
+        )
+        kernels["plan_tiles"] = (1024, 0)
+        kernels["gate_up_prefill"] = (THREADS, panel.shared_bytes(g.hidden // BLOCK))
+        kernels["down_prefill"] = (THREADS, panel.shared_bytes(g.slice_intermediate // BLOCK))
+        macros = _macros(self.sizes) | {"DEPTH": panel.depth, "STAGE_BLOCKS": panel.stage_blocks}
+        macros["WGMMA"] = int(panel is WGMMA)
+        self.kernels = nvrtc.load("prefill.cu", macros, self.device, kernels)
+
+    def decode_kernels(self, call: Call) -> _Decode | None:
+        tokens, pairs = call.x.shape[0], call.ids.numel()
+        if tokens == 1 and pairs <= self.alone.max_pairs:
+            return self.alone
+        return self.shared if pairs <= self.shared.max_pairs and tokens <= self.meta.shape[0] else None
+
+    def rows(self, call: Call) -> None:
+        if not self._decode(call, None):
+            self.prefill(call)
+
+    def forward(self, call: Call, out: torch.Tensor) -> None:
+        if not self._decode(call, out):
+            self.prefill(call)
+            self._combine(call, call.slot_table, out)
+
+    def _decode(self, call: Call, out: torch.Tensor | None) -> bool:
+        """The call by a decode path, if one takes it."""
+        decode = self.decode_kernels(call)
+        if decode:
+            self.decode(decode, call, out)
+        return decode is not None
+
+    def combine(self, call: Call, out: torch.Tensor) -> None:
+        self._combine(call, None, out)
+
+    def decode(self, path: _Decode, call: Call, out: torch.Tensor | None, quantize: bool = True) -> None:
+        """Three launches; without `out`, into `call.rows`. The second and third start while the one before still runs.
+
+        quantize: False leaves the first out, for measurements.
+        """
+        g = self.sizes.geometry
+        blocks, pairs = call.x.numel() // BLOCK, call.ids.numel()
+        route: tuple[Any, ...] = (call.ids, call.weights, call.slot_table, call.slots, call.slots.stride(0), pairs)
+        if quantize:
+            path.kernels["quantize_decode"].launch((-(-blocks // 8), 1), (call.x, self.q, self.meta, blocks))
+        path.kernels["gate_up_decode"].launch(
+            (g.intermediate // BLOCK, pairs), (self.q, self.meta, *route, self.hq, self.hmeta), dependent=True
+        )
+        path.kernels["down_decode"].launch(
+            (g.hidden // 16, 1),
+            (self.hq, self.hmeta, *route, call.rows, out),
+            dependent=True,
+            shared_bytes=path.down_ring + pairs * path.chains * 64,
+        )
+
+    def prefill(self, call: Call) -> None:
+        """Plan, gate and up, down: rows of every pair that has a slot into `call.rows`."""
+        g, k = self.sizes.geometry, self.kernels
+        tokens, pairs = call.x.shape[0], call.ids.numel()
+        by_pair = (-(-pairs // THREADS), 1)
+        tiles = self._most_tiles(pairs)
+        slots, plan = (call.slots, call.slots.stride(0)), (self.tiles, self.tile_count, self.order)
+        k["quantize_prefill"].launch((tokens, 1), (call.x, self.x, self.q, self.e, self.counts, g.hidden // BLOCK))
+        k["plan_count"].launch(by_pair, (call.ids, call.slot_table, self.counts, pairs))
+        k["plan_tiles"].launch((1, 1), (self.counts, call.slot_table, self.next, self.tiles, self.tile_count))
+        k["plan_order"].launch(by_pair, (call.ids, call.slot_table, self.next, self.order, pairs))
+        groups = g.slices * -(-g.slice_intermediate // (self.panel.rows // 2))
+        k["gate_up_prefill"].launch(
+            (groups, tiles), (self.x, self.q, self.e, call.weights, *slots, *plan, self.h, self.hq, self.he)
+        )
+        target = call.rows if g.slices == 1 else self.parts
+        k["down_prefill"].launch(
+            (-(-g.hidden // self.panel.rows), tiles, g.slices),
+            (self.h, self.hq, self.he, *slots, *plan, pairs, target),
+        )
+        if g.slices > 1:
+            k["join_slices"].launch((pairs, 1), (self.parts, call.ids, call.slot_table, pairs, call.rows))
+
+    def _combine(self, call: Call, slot_table: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.kernels["combine"].launch((call.x.shape[0], 1), (call.rows, call.ids, call.weights, slot_table, out))

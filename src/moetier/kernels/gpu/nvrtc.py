@@ -1,0 +1,141 @@
+"""CUDA C++ kernels compiled at run time for one geometry and one device, and launched on torch's streams."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetier.errors import MoetierError
+
+SOURCES = Path(__file__).parent / "cuda"
+
+
+class KernelBuildError(MoetierError):
+    """A CUDA kernel does not compile or load on this machine."""
+
+
+def _ok(result: tuple[Any, ...], what: str, log: str = "") -> Any:
+    """The value of a call of cuda.bindings, or an error that says what was tried."""
+    status, *values = result
+    if int(status) != 0:
+        raise KernelBuildError(
+            f"{what}: expected success, found {status.name}. The device path 'triton' works without it.\n{log}".strip()
+        )
+    return values[0] if len(values) == 1 else values
+
+
+def compile_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> bytes:
+    """Machine code of one of our .cu files for `arch`, like "sm_90". Needs no GPU."""
+    from cuda.bindings import nvrtc
+
+    headers = {path.name.encode(): path.read_bytes() for path in SOURCES.glob("*.cuh")}
+    code = (SOURCES / source).read_bytes()
+    program = _ok(
+        nvrtc.nvrtcCreateProgram(code, source.encode(), len(headers), list(headers.values()), list(headers)),
+        "creating an NVRTC program",
+    )
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
+    options += [f"-D{name}={value}" for name, value in macros.items()]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = b" " * _ok(nvrtc.nvrtcGetProgramLogSize(program), "reading NVRTC's log")
+    nvrtc.nvrtcGetProgramLog(program, log)
+    _ok(status, f"compiling {source} for {arch}", log.decode(errors="replace"))
+    cubin = b" " * _ok(nvrtc.nvrtcGetCUBINSize(program), "reading NVRTC's output")
+    _ok(nvrtc.nvrtcGetCUBIN(program, cubin), "reading NVRTC's output")
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept between runs; it can be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetier" / "kernels"
+
+
+def cached_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> bytes:
+    """`compile_cubin`, or what an earlier run made of the same source, macros and target."""
+    texts = [(SOURCES / source).read_text(), *(path.read_text() for path in sorted(SOURCES.glob("*.cuh")))]
+    key = hashlib.sha256(repr((texts, sorted(macros.items()), arch)).encode()).hexdigest()[:32]
+    path = cache_folder() / f"{Path(source).stem}-{arch}-{key}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    cubin = compile_cubin(source, macros, arch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(cubin)
+        Path(file.name).replace(path)
+    except OSError:  # a read-only home: compile again next time
+        pass
+    return cubin
+
+
+class Kernel:
+    """One loaded kernel. `dependent` launches may start before the previous kernel of the stream has ended."""
+
+    def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver, self._function, self.threads, self.shared_bytes = driver, function, threads, shared_bytes
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"asking for {shared_bytes} B shared memory")
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        arguments: Sequence[torch.Tensor | int | None],
+        dependent: bool = False,
+        shared_bytes: int | None = None,
+    ) -> None:
+        """Tensors and None are passed as pointers, integers as 8 bytes, of which an int parameter takes the low 4.
+
+        shared_bytes: dynamic shared memory where it is less than the most that was asked for.
+        """
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], grid[2] if len(grid) > 2 else 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        attribute = driver.CUlaunchAttribute()
+        if dependent:
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+        if dependent:
+            config.attrs, config.numAttrs = [attribute], 1
+        values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in arguments)
+        types = tuple(ctypes.c_int64 if isinstance(a, int) else ctypes.c_void_p for a in arguments)
+        _ok(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "launching a kernel")
+
+
+@cache
+def _module(source: str, macros: tuple[tuple[str, str | int], ...], arch: str, device: int) -> tuple[Any, bytes]:
+    from cuda.bindings import driver
+
+    cubin = cached_cubin(source, dict(macros), arch)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes torch's context current
+        return _ok(driver.cuModuleLoadData(cubin), f"loading {source}"), cubin
+
+
+def load(
+    source: str, macros: Mapping[str, str | int], device: torch.device, kernels: Mapping[str, tuple[int, int]]
+) -> dict[str, Kernel]:
+    """The kernels of a file on `device`; kernels: name -> (threads, bytes of dynamic shared memory)."""
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"  # wgmma is only in sm_90a
+    module, _ = _module(source, tuple(sorted(macros.items())), arch, index)
+    return {
+        name: Kernel(_ok(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}"), *sizes)
+        for name, sizes in kernels.items()
+    }

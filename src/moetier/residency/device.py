@@ -1,0 +1,154 @@
+"""The device tier of one layer: slots in device memory, the table that the kernels read, and fills beside compute.
+
+Two streams meet here. The compute stream runs the steps; only there does the slot table change, between steps. A side
+stream copies records into slots that no step can read. So a slot goes round:
+
+    free -> filling (a copy is on its way) -> live (in the table) -> free
+
+`publish` makes it live once its copy has ended; `retire` takes it out of the table at once, and the next copy into it
+first waits for the steps that were launched before. Slots of resident experts are never retired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+ABSENT = -1
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A copy on its way: the expert, and the event behind the copy (None: it was made at once)."""
+
+    expert: int
+    done: torch.cuda.Event | None
+
+
+class DeviceSlots:
+    """`resident` experts fixed in slots, and `spare` slots that a policy may refill.
+
+    On a CPU device there are no streams and copies happen at once; the state machine is the same.
+    """
+
+    def __init__(
+        self, experts: int, stride: int, resident: Iterable[int], spare: int, device: torch.device | str = "cuda"
+    ) -> None:
+        self.device = torch.device(device)
+        self.resident = frozenset(resident)
+        assert all(0 <= expert < experts for expert in self.resident), "a resident expert does not exist"
+        capacity = len(self.resident) + spare
+        self.slots = torch.zeros((capacity, stride), dtype=torch.uint8, device=self.device)
+        """Records, uint8 [capacity, stride]: one allocation."""
+        self.table = torch.full((experts,), ABSENT, dtype=torch.int32, device=self.device)
+        """The slot of each expert or -1, int32 [experts]: what the kernels read."""
+        self.mirror: NDArray[np.int32] = np.full(experts, ABSENT, np.int32)
+        """The table as the last work launched on the compute stream leaves it."""
+        self._owner: NDArray[np.int32] = np.full(capacity, ABSENT, np.int32)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._filling: dict[int, Filling] = {}
+        self._last_use: dict[int, torch.cuda.Event] = {}
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def capacity(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def free(self) -> int:
+        """Slots that `fill` can take."""
+        return len(self._free)
+
+    @property
+    def live(self) -> NDArray[np.int32]:
+        """Experts in the table, ascending."""
+        return np.flatnonzero(self.mirror != ABSENT).astype(np.int32)
+
+    @property
+    def spares(self) -> NDArray[np.int32]:
+        """Experts in the table that `retire` may take out, ascending."""
+        return np.array([e for e in self.live if int(e) not in self.resident], np.int32)
+
+    def fill(self, expert: int, record: torch.Tensor) -> int:
+        """Start copying `record` (uint8 [stride], pinned for a copy beside compute) into a free slot; its number.
+
+        The bytes of `record` must stay as they are until `publish` names the expert.
+        """
+        assert self._free, "no free slot: retire a spare expert first"
+        assert self.mirror[expert] == ABSENT, f"expert {expert} has a slot already"
+        assert all(filling.expert != expert for filling in self._filling.values()), f"expert {expert} is on its way"
+        slot = self._free.pop()
+        used = self._last_use.pop(slot, None)
+        if self._stream is None:
+            self.slots[slot].copy_(record)
+            self._filling[slot] = Filling(expert, None)
+        else:
+            with torch.cuda.stream(self._stream):
+                if used is not None:
+                    self._stream.wait_event(used)
+                self.slots[slot].copy_(record, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+            self._filling[slot] = Filling(expert, done)
+        return slot
+
+    def publish(self, wait: bool = False) -> list[int]:
+        """Put the experts whose copies have ended into the table, from the next launch on; which they are.
+
+        Call it between steps with the compute stream current. wait: make the compute stream wait for the copies that
+        are still on their way, and publish those too.
+        """
+        published = []
+        for slot, filling in list(self._filling.items()):
+            if filling.done is not None and not filling.done.query():
+                if not wait:
+                    continue
+                torch.cuda.current_stream(self.device).wait_event(filling.done)
+            del self._filling[slot]
+            self._owner[slot] = filling.expert
+            self._set(filling.expert, slot)
+            published.append(filling.expert)
+        return published
+
+    def retire(self, expert: int) -> None:
+        """Take a spare expert out of the table, from the next launch on. Its slot is free at once for `fill`."""
+        slot = int(self.mirror[expert])
+        assert slot != ABSENT, f"expert {expert} has no slot"
+        assert expert not in self.resident, f"expert {expert} is resident: its slot is not given away"
+        self._set(expert, ABSENT)
+        self._owner[slot] = ABSENT
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self._last_use[slot] = event
+        self._free.append(slot)
+
+    def _set(self, expert: int, slot: int) -> None:
+        """One entry of the table, in stream order: the value travels with the launch, no buffer is shared."""
+        self.mirror[expert] = slot
+        self.table[expert : expert + 1].fill_(slot)
+
+    def check_integrity(self, record: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
+        """Mirror, device table, owners and free list agree; with `record`, so do the bytes of every live expert.
+
+        Reads the table back, so it waits for the device. record: the right bytes of an expert, uint8 [stride].
+        """
+        slots = self.mirror[self.live]
+        assert np.array_equal(self.table.cpu().numpy(), self.mirror), "the device's slot table is not its mirror"
+        assert len(set(slots.tolist())) == slots.size, "two experts share a slot"
+        assert np.array_equal(self._owner[slots], self.live), "a slot's owner is not the expert that the table names"
+        assert (self._owner != ABSENT).sum() == slots.size, "a slot is owned by an expert that the table does not name"
+        states = sorted([*slots.tolist(), *self._free, *self._filling])
+        assert states == list(range(self.capacity)), "a slot is in no state, or in two"
+        assert set(self._last_use) <= set(self._free), "a slot that is not free waits for its last use"
+        coming = [filling.expert for filling in self._filling.values()]
+        assert len(set(coming)) == len(coming), "an expert is on its way to two slots"
+        assert all(self.mirror[expert] == ABSENT for expert in coming), "an expert in the table is on its way again"
+        if record is not None:
+            for expert in self.live:
+                found = self.slots[int(self.mirror[expert])].cpu().numpy()
+                assert np.array_equal(found, record(int(expert))), f"the slot of expert {expert} holds other bytes"
