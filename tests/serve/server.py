@@ -21,7 +21,7 @@ COMMAND = str(Path(sys.executable).with_name("moetier"))
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "glm45", "--reasoning-parser", "glm45")
 CHEAP = ("--max-model-len", "1024", "--no-enable-prefix-caching")
 """What vLLM is always told here. Without prefix caching an answer does not depend on what was asked before."""
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 480
 """Longer than any start or end takes, even on a busy machine."""
 ERROR = "moetier: error: "
 
