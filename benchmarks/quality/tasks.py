@@ -25,7 +25,7 @@ from moetier.eval import EvalError
 from moetier.eval.compare import Comparison, compare
 from moetier.eval.quality_log import ResultLog, same_answers, verdict
 from moetier.eval.quality_numerics import REFERENCE, VARIANTS
-from moetier.eval.quality_tasks import evaluate
+from moetier.eval.quality_tasks import evaluate, groups
 from moetier.eval.report import Report
 
 TASKS = ("arithmetic", "copy", "json", "toolcalls", "needle", "heldout_text")
@@ -61,8 +61,9 @@ def run(asked: argparse.Namespace) -> None:
                 model.use(variant)
                 start = time.monotonic()
                 todo = [item for item in questions if not log.has(item)]
-                for item in todo:
-                    log.add(evaluate(model, item))
+                for group in groups(model, todo):
+                    for result in evaluate(model, group):
+                        log.add(result)
                 print(f"{task} {variant}: {len(todo)} items, {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 

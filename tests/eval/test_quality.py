@@ -27,7 +27,7 @@ from moetier.eval.quality_layers import decibels, layer_errors  # noqa: E402
 from moetier.eval.quality_log import ResultLog, same_answers, verdict  # noqa: E402
 from moetier.eval.quality_model import QualityModel  # noqa: E402
 from moetier.eval.quality_numerics import ARITHMETICS, OURS, REFERENCE, TRUTH, VARIANTS  # noqa: E402
-from moetier.eval.quality_tasks import answer_of, evaluate  # noqa: E402
+from moetier.eval.quality_tasks import answer_of, evaluate, groups  # noqa: E402
 from moetier.eval.report import Report, Result  # noqa: E402
 
 if TYPE_CHECKING:
@@ -223,10 +223,10 @@ def test_items_through_every_variant(model: QualityModel, variant: str) -> None:
     """Items that nano does well whatever the arithmetic, and a text."""
     model.use(variant)
     items = [load_set(ROOT / "models" / "eval" / f"{task}.jsonl")[1] for task in ("copy", "json", "toolcalls")]
-    results = [evaluate(model, item) for item in items]
+    results = [result for item in items for result in evaluate(model, [item])]
     assert [result.answer for result in results] == [item.expected for item in items]
     assert all(result.correct and result.finish_reason == "stop" and result.tokens > 3 for result in results)
-    text = evaluate(model, Text("t", 0, (ROOT / "models" / "README.md").read_text()[:1500]))
+    (text,) = evaluate(model, [Text("t", 0, (ROOT / "models" / "README.md").read_text()[:1500])])
     assert text.nats is not None
     assert 1 < text.nats / text.tokens < 5
 
@@ -234,8 +234,29 @@ def test_items_through_every_variant(model: QualityModel, variant: str) -> None:
 def test_what_does_not_fit_is_skipped(model: QualityModel) -> None:
     long = "word " * 3000
     item = Item("copy", 0, ({"role": "user", "content": long},), False, "word")
-    assert evaluate(model, item).skipped
-    assert evaluate(model, Text("t", 0, long)).skipped
+    (question,), (text,) = evaluate(model, [item]), evaluate(model, [Text("t", 0, long)])
+    assert question.skipped
+    assert text.skipped
+
+
+@pytest.mark.parametrize("variant", [REFERENCE, OURS])
+def test_together_is_as_alone(model: QualityModel, variant: str) -> None:
+    """Answers of different lengths in one group, equal to those of each question alone."""
+    model.use(variant)
+    items = [
+        load_set(ROOT / "models" / "eval" / f"{task}.jsonl")[i] for task in ("json", "arithmetic") for i in range(9)
+    ]
+    together = groups(model, [*items, Text("t", 0, "x"), Text("t", 1, "y")])
+    assert sorted((item.task, item.id) for group in together for item in group) == sorted(
+        [*((item.task, item.id) for item in items), ("t", 0), ("t", 1)]
+    )
+    assert all(len(group) == 1 for group in together if group[0].task == "t")
+    group = max((group for group in together if len(group) > 1), key=len)
+    found = evaluate(model, group)
+    alone = [evaluate(model, [item])[0] for item in group]
+    assert [(r.id, r.answer, r.tokens, r.finish_reason) for r in found] == [
+        (r.id, r.answer, r.tokens, r.finish_reason) for r in alone
+    ]
 
 
 @pytest.mark.parametrize(

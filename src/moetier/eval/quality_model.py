@@ -75,19 +75,31 @@ class QualityModel:
             logits: Tensor = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         return logits
 
-    def greedy(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """The most likely continuation, its stop token included if there is one within `max_tokens`."""
-        prompt = torch.tensor([list(tokens)])
+    @property
+    def stops(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        found = self.model.config.eos_token_id
+        return frozenset([found] if isinstance(found, int) else found)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """The most likely continuation of each prompt, its stop token included if there is one within `max_tokens`.
+
+        The prompts are equally long, so none is padded and each is computed as it would be alone.
+        """
+        batch = torch.tensor([list(prompt) for prompt in prompts])
         with torch.inference_mode():
             found = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
+                batch,
+                attention_mask=torch.ones_like(batch),
                 do_sample=False,
                 max_new_tokens=max_tokens,
                 pad_token_id=self.model.config.pad_token_id,
             )
-        answer: list[int] = found[0, len(tokens) :].tolist()
-        return answer
+        return [self._until_stop(answer) for answer in found[:, batch.shape[1] :].tolist()]
+
+    def _until_stop(self, tokens: list[int]) -> list[int]:
+        end = next((index for index, token in enumerate(tokens, 1) if token in self.stops), len(tokens))
+        return tokens[:end]
 
     def inputs(self, tokens: Sequence[int]) -> dict[int, LayerInput]:
         """What the layers are called with, by layer number, while the model reads one sequence."""

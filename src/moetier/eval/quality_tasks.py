@@ -1,10 +1,15 @@
-"""Questions and texts in-process: one item at a time, unpadded, so that no item depends on the others."""
+"""Questions and texts in-process.
+
+Questions go through the model together only where their prompts have equally many tokens: nothing is padded, so an
+item's answer does not depend on those beside it but for the order in which float32 sums of dense layers add up.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,29 +22,57 @@ from moetier.eval.report import Result
 MAX_TOKENS = {"arithmetic": 48, "needle": 24, "toolcalls": 96, "json": 64, "copy": 64}
 """The most tokens of an answer, by set: those that the models' published scores have."""
 OTHER_SETS = 256
+LARGEST_GROUP = 32
 CALL = re.compile(r"<tool_call>([^\n<]*)\n?(.*?)</tool_call>", re.DOTALL)
 ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def evaluate(model: QualityModel, item: Item | Text) -> Result:
-    """One item in the variant that the model uses; skipped where the model's positions do not suffice."""
-    return ask(model, item) if isinstance(item, Item) else read(model, item)
+def groups(model: QualityModel, items: Sequence[Item | Text]) -> list[list[Item | Text]]:
+    """The items in groups for `evaluate`: questions alike in set, thinking and number of tokens; texts alone."""
+    questions: dict[tuple[str, bool, int], list[Item | Text]] = {}
+    texts: list[list[Item | Text]] = []
+    for item in items:
+        if isinstance(item, Item):
+            key = item.task, item.thinking, len(prompt_of(model, item))
+            questions.setdefault(key, []).append(item)
+        else:
+            texts.append([item])
+    cut = [group[i : i + LARGEST_GROUP] for group in questions.values() for i in range(0, len(group), LARGEST_GROUP)]
+    return cut + texts
 
 
-def ask(model: QualityModel, item: Item) -> Result:
-    """A question: greedy, right only if the answer equals the expected one exactly."""
-    start, limit = time.monotonic(), MAX_TOKENS.get(item.task, OTHER_SETS)
-    prompt = model.tokenizer.apply_chat_template(
+def evaluate(model: QualityModel, group: Sequence[Item | Text]) -> list[Result]:
+    """One group in the variant that the model uses; skipped where the model's positions do not suffice."""
+    questions = [item for item in group if isinstance(item, Item)]
+    texts = [item for item in group if isinstance(item, Text)]
+    return (ask(model, questions) if questions else []) + [read(model, text) for text in texts]
+
+
+def prompt_of(model: QualityModel, item: Item) -> list[int]:
+    """Tokens of a question, as the checkpoint's chat template writes it."""
+    tokens: list[int] = model.tokenizer.apply_chat_template(
         list(item.messages),
         tools=list(item.tools) or None,
         add_generation_prompt=True,
         enable_thinking=item.thinking,
         return_dict=False,
     )
-    if len(prompt) + limit > model.positions:
-        return Result(item.task, item.id, item.digest, item.thinking, skipped=True)
-    tokens = model.greedy(prompt, limit)
-    stopped = tokens[-1] in model.model.config.eos_token_id
+    return tokens
+
+
+def ask(model: QualityModel, items: Sequence[Item]) -> list[Result]:
+    """Questions of one set with equally many tokens: greedy, right only if the answer equals the expected exactly."""
+    start, limit = time.monotonic(), MAX_TOKENS.get(items[0].task, OTHER_SETS)
+    prompts = [prompt_of(model, item) for item in items]
+    if len(prompts[0]) + limit > model.positions:
+        return [Result(item.task, item.id, item.digest, item.thinking, skipped=True) for item in items]
+    answers = model.greedy(prompts, limit)
+    seconds = (time.monotonic() - start) / len(items)
+    return [_scored(model, item, tokens, seconds) for item, tokens in zip(items, answers, strict=True)]
+
+
+def _scored(model: QualityModel, item: Item, tokens: list[int], seconds: float) -> Result:
+    stopped = tokens[-1] in model.stops
     found = answer_of(model.tokenizer.decode(tokens[:-1] if stopped else tokens), item)
     return Result(
         item.task,
@@ -50,7 +83,7 @@ def ask(model: QualityModel, item: Item) -> Result:
         answer=found,
         finish_reason="stop" if stopped else "length",
         tokens=len(tokens),
-        seconds=round(time.monotonic() - start, 4),
+        seconds=round(seconds, 4),
     )
 
 
