@@ -6,8 +6,8 @@ import sys
 
 import typer
 
+from moetier.cli import bench, identity, serve, store, version
 from moetier.cli import eval as evaluation
-from moetier.cli import identity, serve, store, version
 from moetier.errors import MoetierError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(store.app, name="store")
 app.add_typer(evaluation.app, name="eval")
+app.add_typer(bench.app, name="bench")
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve.serve)
 app.command("identity")(identity.identity)
 app.command("version")(version.version)

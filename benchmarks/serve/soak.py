@@ -1,0 +1,138 @@
+"""Soak: a server under steady traffic for some minutes; every answer checked, its memory watched.
+
+    python benchmarks/serve/soak.py [--minutes 10] [--clients 8] [--dram-records 25%]
+
+Starts `moetier serve` on the bundled model, lets each client ask items of the evaluation sets one after the other, and
+prints a table and JSON: requests, HTTP errors, scores, throughput, and the resident memory of all the server's
+processes after the first minute and at the end. Exit 1 if a request failed or the server did not end cleanly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+from openai import OpenAI, OpenAIError
+
+from moetier.eval.ask import Server, ask, client
+from moetier.eval.items import Item, load_set
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ("arithmetic", "copy", "json", "toolcalls")
+PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "glm45", "--reasoning-parser", "glm45")
+
+
+def main() -> int:
+    """Run the soak."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--dram-records", default="25%")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        process, port = start(Path(folder), arguments.dram_records)
+        try:
+            report = soak(process, port, arguments.minutes * 60, arguments.clients)
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(120)
+    report = {"machine": machine(), "dram_records": arguments.dram_records, **report, "exit_code": code}
+    for name, value in report.items():
+        print(f"{name:28} {value}")
+    print(json.dumps(report))
+    return int(bool(report["errors"] or code))
+
+
+def start(folder: Path, dram_records: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A server that answers, and its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [str(Path(sys.executable).with_name("moetier")), "serve", str(ROOT / "models" / "nano-mxfp4")]
+    command += ["--store", str(folder / "store"), "--build-store", "--dram-records", dram_records, "--port", str(port)]
+    command += ["--log-file", str(folder / "log"), "--kv-cache-gib", "0.25", "--", *PARSERS]
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                return process, port
+        except OSError:
+            time.sleep(0.5)
+    raise SystemExit(f"the server did not start: exit code {process.returncode}")
+
+
+def soak(process: subprocess.Popen[bytes], port: int, seconds: float, clients: int) -> dict[str, Any]:
+    """Ask until the time is over."""
+    server = Server(f"http://127.0.0.1:{port}/v1", "nano-mxfp4", None, 256)
+    items: list[Item] = [item for task in TASKS for item in load_set(ROOT / "models" / "eval" / f"{task}.jsonl")]
+    end = time.monotonic() + seconds
+    right, wrong, latencies, errors = [0], [0], [], []
+    lock = threading.Lock()
+
+    def asking(connected: OpenAI, number: int) -> None:
+        position = number * len(items) // clients
+        while time.monotonic() < end:
+            begun = time.monotonic()
+            try:
+                result = ask(connected, server, items[position % len(items)])
+            except OpenAIError as error:
+                with lock:
+                    errors.append(repr(error)[:200])
+                continue
+            with lock:
+                (right if result.correct else wrong)[0] += 1
+                latencies.append(time.monotonic() - begun)
+            position += 1
+
+    with client(server.url, None, server.timeout) as connected, ThreadPoolExecutor(clients) as pool:
+        asked = [pool.submit(asking, connected, number) for number in range(clients)]
+        samples = watch(process, end)
+        for one in asked:
+            one.result()
+    return {
+        "clients": clients,
+        "seconds": seconds,
+        "requests": len(latencies),
+        "errors": len(errors),
+        "first_errors": errors[:3],
+        "share_right": round(right[0] / max(1, right[0] + wrong[0]), 4),
+        "median_latency_s": round(statistics.median(latencies), 3) if latencies else None,
+        "rss_mib_after_a_minute": samples[min(len(samples) - 1, 6)] if samples else None,
+        "rss_mib_at_end": samples[-1] if samples else None,
+        "rss_mib_all": samples,
+    }
+
+
+def watch(process: subprocess.Popen[bytes], end: float) -> list[int]:
+    """Resident memory of all processes of the server in MiB, every ten seconds. (Shared pages count once a process.)"""
+    samples = []
+    while time.monotonic() < end:
+        time.sleep(max(0.0, min(10.0, end - time.monotonic())))
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        samples.append(sum(member.memory_info().rss for member in family) >> 20)
+    return samples
+
+
+def machine() -> str:
+    """What it ran on."""
+    return (
+        f"{platform.machine()}, {len(psutil.Process().cpu_affinity() or [])} CPUs, Python {platform.python_version()}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

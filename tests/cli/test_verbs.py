@@ -1,0 +1,116 @@
+"""Every verb through the installed command: what it prints, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetier.store.build import build_store
+from moetier.store.store import Store
+from tests.store.checkpoints import write_checkpoint
+
+COMMAND = str(Path(sys.executable).with_name("moetier"))
+
+
+def run(*arguments: str | Path, code: int = 0) -> str:
+    """Run `moetier` with `arguments`; returns standard output, or standard error where `code` is not 0."""
+    done = subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stderr if code else done.stdout
+
+
+def run_json(*arguments: str | Path) -> Any:
+    return json.loads(run(*arguments, "--json"))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verbs")
+    made = write_checkpoint(folder / "model", experts=8, hidden=64, intermediate=64, top_k=3)
+    build_store(made.path, folder / "store", slices=2)
+    return folder / "store"
+
+
+def test_version() -> None:
+    report = run_json("version")
+    assert report["contract"] == "int8x"
+    assert report["isas"][-1] == "portable"
+    assert "int8x" in run("version")
+
+
+def test_identity_of_every_path(store: Path) -> None:
+    report = run_json("identity", "--store", store, "--calls", "60")
+    assert (report["calls"], report["differ"], report["first"]) == (60, 0, None)
+    assert report["oracle_calls"] >= 2
+    tiers = {path.split("/")[0] for path in report["paths"]}
+    assert tiers == {"all-DRAM", "quarter-DRAM", "disk-only"}
+    assert len(report["paths"]) == 3 * 2 * len(run_json("version")["isas"])
+    assert "values that differ: 0" in run("identity", "--store", store, "--calls", "10")
+
+
+def test_identity_names_the_paths_that_differ(store: Path, tmp_path: Path) -> None:
+    """Recorded calls with one bit of one output changed: exit code 1, and the pair is named."""
+    import numpy as np
+
+    from moetier.layer.identity import Paths, random_calls
+    from moetier.layer.recording import Call, Recorder
+
+    with Store.open(store) as opened:
+        paths = Paths(opened, (1,), ("portable",), 64)
+        layer = next(iter(paths.of_layer(0).values()))
+        calls = random_calls(opened, 0, np.random.default_rng(3))
+        recorder = Recorder(tmp_path / "calls")
+        for number in range(4):
+            call = next(calls)
+            out = np.empty(call.x.shape, np.uint16)
+            layer.forward(call.x, call.ids, call.weights, out)
+            if number == 2:
+                out[0, 5] ^= 1
+            recorder.add(Call(0, call.x, call.ids, call.weights, out))
+        recorder.close()
+        paths.close()
+    done = subprocess.run(
+        [COMMAND, "identity", "--store", str(store), "--replay", str(tmp_path / "calls"), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert (report["calls"], report["differ"]) == (4, 1)
+    assert report["first"] == {"paths": ["as served", "all-DRAM"], "layer": 0, "values": 1}
+
+
+def test_replay_of_nothing(store: Path, tmp_path: Path) -> None:
+    error = run("identity", "--store", store, "--replay", tmp_path, code=2)
+    assert "expected *.calls files of a recording, found none" in error
+
+
+def test_bench_kernel() -> None:
+    report = run_json("bench", "kernel", "--shape", "256,64,8,2", "--threads", "1", "-M", "1", "-M", "4")
+    assert [row["M"] for row in report["rows"]] == [1, 4]
+    assert report["shape"] == {"hidden": 256, "intermediate": 64, "experts": 8, "top_k": 2, "slices": 1}
+    assert all(row["us"] > 0 < row["read_gbps"] for row in report["rows"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "kernel", "--shape", "v5"), "expected one of v4-flash"),
+        (("bench", "kernel", "--isa", "sse2"), "sse2"),
+        (("identity", "--store", "/nowhere"), "/nowhere"),
+        (("store", "info", "/nowhere"), "/nowhere"),
+    ],
+    ids=["shape", "isa", "identity", "info"],
+)
+def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    error = run(*arguments, code=2)
+    assert error.startswith("moetier: error: ")
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
