@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t kGroup = 4;    // rows of activations that share a pass over the weights
 constexpr std::size_t kQuarters = 4; // registers of 4 rows in a tile
-constexpr std::size_t kAhead = 16;   // blocks (of 256 bytes) by which prefetching leads reading
+constexpr std::size_t kAhead = 32;   // blocks (of 256 bytes) by which prefetching leads reading
 
 // w of 4 rows: even k of word j in w[j], odd k in w[4 + j].
 [[gnu::always_inline]] inline void unpack(const std::uint8_t *codes, int8x16_t *w) {
@@ -79,7 +79,7 @@ constexpr std::size_t kAhead = 16;   // blocks (of 256 bytes) by which prefetchi
   const std::size_t blocks = 2 * job.blocks;
   const std::uint8_t *codes =
       at < blocks ? job.strip.codes + at * kTileCodes : job.next.codes + (at - blocks) * kTileCodes;
-  for (std::size_t line = 0; line < kTileCodes; line += 64) __builtin_prefetch(codes + line);
+  for (std::size_t line = 0; line < kTileCodes; line += 64) __builtin_prefetch(codes + line, 0, 2);
 }
 
 template <std::size_t Count>

@@ -58,7 +58,7 @@ public:
     Call call;
     const std::size_t slices = std::size_t{1} << below(3);
     const std::size_t count = std::size_t{1} << below(3);
-    call.shape = {32 * (1 + below(16)), 32 * (1 + below(8)), 1 + below(6), 1 + below(4), 0, count, 1 + below(90)};
+    call.shape = {32 * (1 + below(16)), 32 * (1 + below(16)), 1 + below(6), 1 + below(4), 0, count, 1 + below(90)};
     call.shape.first_slice = below(slices);
     call.activation = {below(2) == 1, 0.5F, below(2) == 1};
     call.tokens = 1 + below(call.shape.max_tokens);
