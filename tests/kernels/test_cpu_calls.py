@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -280,6 +281,25 @@ def test_objects_on_one_pool_take_turns(layer, pool, step):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_an_idle_pool_takes_no_cpu_time(layer, step):
+    """Workers look for the next call for a moment only, then sleep."""
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count threads' time in nanoseconds")
+    kernel = CpuExperts(GEOMETRY, Family(), ThreadPool(3), max_tokens=8)
+    run_forward(kernel, layer, *step)
+    time.sleep(0.05)
+    before = worker_cpu_seconds()
+    time.sleep(1.0)
+    assert worker_cpu_seconds() - before < 0.01
+
+
+def worker_cpu_seconds():
+    """CPU time of this process's threads but the calling one, by the scheduler's nanosecond count."""
+    mine = str(threading.get_native_id())
+    tasks = (task for task in Path("/proc/self/task").iterdir() if task.name != mine)
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def test_a_closed_pool(layer, step):
