@@ -32,7 +32,7 @@ def kernel(
     experts: Annotated[int | None, typer.Option(min=1, help="Experts of the layer, instead of the shape's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Time one routed-expert layer for M tokens beside the limits of memory and arithmetic, measured in the same run."""
+    """Time one routed-expert layer for M tokens beside the limits of memory and arithmetic, both measured too."""
     progress = Console(stderr=True)
 
     def show(row: Row) -> None:
