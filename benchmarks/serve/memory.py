@@ -40,8 +40,7 @@ def main() -> int:
         subprocess.run([MOETIER, "store", "build", str(arguments.model), str(store), "--json"], check=True)
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
         rows.append({"what": "store build", "peak_mib": peak})
-        for share in arguments.shares:
-            rows.append(serve(arguments.model, store, share, Path(folder)))
+        rows += [serve(arguments.model, store, share, Path(folder)) for share in arguments.shares]
     for row in rows:
         print(row)
     print(json.dumps(rows))
