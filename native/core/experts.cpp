@@ -226,7 +226,9 @@ StepError Experts::forward(const StepInput &input, std::span<const std::uint64_t
     const std::size_t index = number / parts_per_expert();
     return gate_up_part(index, routed_address_[index], number % parts_per_expert());
   };
-  const auto part_done = [&](const Part &part) { left_[part.index].fetch_sub(1, std::memory_order_release); };
+  const auto part_done = [&](const Part &part) {
+    left_[part.index].fetch_sub(static_cast<std::int32_t>(part.strips), std::memory_order_release);
+  };
   const auto address_of = [&](std::size_t index) { return routed_address_[index]; };
   const auto await_h = [&](std::size_t index) {
     spin_until([&] { return left_[index].load(std::memory_order_acquire) == 0; });

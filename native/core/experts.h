@@ -67,7 +67,7 @@ public:
   const std::vector<std::int32_t> &absent() const { return absent_; }
 
 private:
-  static constexpr std::size_t kMostStrips = 4; // of down that a thread takes at a time
+  static constexpr std::size_t kMostStrips = 4; // that a thread reads in a row: longer runs of memory are faster
   static constexpr ExponentRange kNoBlocks = {kBadRow, -128};
 
   enum class Stage : std::uint8_t { listed, gated, done };
@@ -93,6 +93,7 @@ private:
     std::uint64_t address;
     std::size_t slice; // gate_up only
     std::size_t strip;
+    std::size_t strips = 1; // gate_up only: how many neighbours are done together
   };
 
   // Routing and quantization.
@@ -108,7 +109,9 @@ private:
   // The work of a step, in parts. `next` is the part that the thread does afterwards, or the part itself.
   Run take(std::atomic<std::size_t> &next, std::size_t total, std::size_t most) const;
   Part gate_up_part(std::size_t index, std::uint64_t address, std::size_t number) const;
+  std::size_t strips_together(const Part &part, std::size_t most) const;
   void gate_up(const Part &part, const Part &next, Scratch &scratch);
+  void activate_strip(const Part &part, std::size_t i, Run pairs, Scratch &scratch);
   std::size_t even_rows(std::size_t first, std::size_t count, Scratch &scratch) const;
   void down(const Part &part, const Part &next, Scratch &scratch);
   void down_slice(const Part &part, const Part &next, std::size_t slice, Run pairs, Scratch &scratch);

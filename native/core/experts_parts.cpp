@@ -74,11 +74,17 @@ std::size_t Experts::even_rows(std::size_t first, std::size_t count, Scratch &sc
   return x_blocks_;
 }
 
-// 32 rows of gate and of up, hence one block of h, for every pair of an expert.
+// How many neighbouring strips of gate, then of up, to read in a row: as many as have room for their results.
+std::size_t Experts::strips_together(const Part &part, std::size_t most) const {
+  const auto count = static_cast<std::size_t>(counts_[part.index]);
+  return std::max<std::size_t>(1, std::min({most, kMostStrips, kMostRows / count, h_blocks_ - part.strip}));
+}
+
+// Some strips of gate and of up, hence as many blocks of h, for every pair of an expert.
 void Experts::gate_up(const Part &part, const Part &next, Scratch &scratch) {
   const std::uint8_t *base = slice_base(part.address, part.slice);
-  const Strip gate = strip_at(base, 0, gate_scales_, part.strip, x_blocks_);
-  const Strip up = strip_at(base, up_codes_, up_scales_, part.strip, x_blocks_);
+  const auto gate = [&](std::size_t i) { return strip_at(base, 0, gate_scales_, part.strip + i, x_blocks_); };
+  const auto up = [&](std::size_t i) { return strip_at(base, up_codes_, up_scales_, part.strip + i, x_blocks_); };
   const Strip after = strip_at(slice_base(next.address, next.slice), 0, gate_scales_, next.strip, x_blocks_);
   const Run pairs = pairs_of(part.index);
   for (std::size_t first = pairs.begin; first < pairs.end; first += kMostRows) {
@@ -91,18 +97,32 @@ void Experts::gate_up(const Part &part, const Part &next, Scratch &scratch) {
     }
     range = without_bad_rows(range);
     const std::size_t stride = even_rows(first, count, scratch);
-    kernels_.strip({gate, up, x_blocks_, scratch.rows, stride, count, range, scratch.gate});
-    kernels_.strip({up, after, x_blocks_, scratch.rows, stride, count, range, scratch.up});
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::size_t pair = first + i;
-      const int raw = kernels_.activate(scratch.gate + i * kStripRows, scratch.up + i * kStripRows, activation_,
-                                        pair_weight_[pair], h_row(pair, part.slice) + part.strip);
-      const bool bad = x_range_[token_of(pair)].hi == kBadRow;
-      const auto e = static_cast<std::int8_t>(bad ? kBadRow : raw);
-      const std::size_t at = pair * shape_.slices + part.slice;
-      improve(h_lo_[at], e, std::less<>());
-      improve(h_hi_[at], e, std::greater<>());
+    for (std::size_t i = 0; i < part.strips; ++i) {
+      float *out = scratch.gate + i * count * kStripRows;
+      const Strip then = i + 1 < part.strips ? gate(i + 1) : up(0);
+      kernels_.strip({gate(i), then, x_blocks_, scratch.rows, stride, count, range, out});
     }
+    for (std::size_t i = 0; i < part.strips; ++i) {
+      float *out = scratch.up + i * count * kStripRows;
+      const Strip then = i + 1 < part.strips ? up(i + 1) : after;
+      kernels_.strip({up(i), then, x_blocks_, scratch.rows, stride, count, range, out});
+    }
+    for (std::size_t i = 0; i < part.strips; ++i) activate_strip(part, i, {first, first + count}, scratch);
+  }
+}
+
+// The i-th block of h that gate_up computes, for some pairs.
+void Experts::activate_strip(const Part &part, std::size_t i, Run pairs, Scratch &scratch) {
+  const std::size_t results = i * (pairs.end - pairs.begin) * kStripRows;
+  for (std::size_t pair = pairs.begin; pair < pairs.end; ++pair) {
+    const std::size_t row = results + (pair - pairs.begin) * kStripRows;
+    const int raw = kernels_.activate(scratch.gate + row, scratch.up + row, activation_, pair_weight_[pair],
+                                      h_row(pair, part.slice) + part.strip + i);
+    const bool bad = x_range_[token_of(pair)].hi == kBadRow;
+    const auto e = static_cast<std::int8_t>(bad ? kBadRow : raw);
+    const std::size_t at = pair * shape_.slices + part.slice;
+    improve(h_lo_[at], e, std::less<>());
+    improve(h_hi_[at], e, std::greater<>());
   }
 }
 

@@ -5,14 +5,16 @@
 
 namespace moetier {
 
-// Parts of gate/up, in order. done(part) is called after each.
+// Parts of gate/up, in order; neighbours are done together. done(part) is called after each.
 template <typename PartOf, typename Done>
 void Experts::gate_up_parts(std::atomic<std::size_t> &next, std::size_t total, PartOf part_of, Done done, int thread) {
   Scratch &scratch = scratch_[static_cast<std::size_t>(thread)];
   for (Run run; !(run = take(next, total, total)).empty();) {
     Part part = part_of(run.begin);
-    for (std::size_t number = run.begin; number < run.end; ++number) {
-      const Part after = number + 1 < run.end ? part_of(number + 1) : part;
+    for (std::size_t number = run.begin; number < run.end;) {
+      part.strips = strips_together(part, run.end - number);
+      number += part.strips;
+      const Part after = number < run.end ? part_of(number) : part;
       gate_up(part, after, scratch);
       done(part);
       part = after;
