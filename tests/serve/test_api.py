@@ -58,6 +58,33 @@ def test_scores_of_the_models_readme(task: str, reached: float, server: Server) 
     assert score.all.score >= round(reached - 0.02, 4), score
 
 
+def test_eval_command_asks_questions_and_reads_texts(server: Server, tmp_path: Path) -> None:
+    """Of each set, an item that does not fit the model is counted apart."""
+    long, question = "so " * 3000, {"id": 0, "messages": [text_message("Compute 1 + 6.")]}
+    asked = {**question, "enable_thinking": True, "expected": "7"}
+    sets = {
+        "sums": [asked, {**asked, "id": 1, "expected": "8"}, {**asked, "id": 2, "messages": [text_message(long)]}],
+        "texts": [{"id": 0, "text": "import os"}, {"id": 1, "text": "import xq"}, {"id": 2, "text": long}],
+    }
+    for name, items in sets.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    command = [COMMAND, "eval", "--url", f"{server.url}/v1", "--sets", str(tmp_path), "--json"]
+    out = tmp_path / "out.json"
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (sums,), (texts,) = report["tasks"], report["texts"]
+    assert (sums["score"], sums["with_thinking"], sums["skipped"]) == (0.5, {"correct": 1, "items": 2}, 1)
+    assert (texts["texts"], texts["skipped"]) == (2, 1)
+    usual, unusual, skipped = Report.load(out).results[3:]
+    assert 0 < (usual.nats or 0) < (unusual.nats or 0)
+    assert (usual.bytes, unusual.bytes, skipped.skipped) == (9, 9, True)
+
+
+def text_message(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
 @pytest.mark.parametrize("thinking", [False, True], ids=["direct", "thinking"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_tool_call_arrives_parsed(stream: bool, thinking: bool, server: Server, eval_set: Items) -> None:
