@@ -14,7 +14,6 @@ from moetier.settings import Settings
         ("auto", 256, None),
         (10, 256, 10),
         ("10", 256, 10),
-        (300, 256, 256),
         ("25%", 32, 8),
         ("0%", 32, 0),
         ("100%", 7, 7),
@@ -22,6 +21,11 @@ from moetier.settings import Settings
 )
 def test_records_of_a_layer(asked: int | str, experts: int, records: int | None) -> None:
     assert Settings.parse({"store": "s", "dram_records": asked}).records_of(experts) == records
+
+
+def test_more_records_than_experts() -> None:
+    with pytest.raises(SettingsError, match="300 experts of each layer were asked for, a layer has 256; say 100%"):
+        Settings.parse({"store": "s", "dram_records": 300}).records_of(256)
 
 
 @pytest.mark.parametrize("asked", ["-1", -1, "101%", "a quarter", "25 %", "1.5"])

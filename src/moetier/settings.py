@@ -62,9 +62,14 @@ class Settings(BaseModel):
             raise SettingsError("; ".join(problems)) from None
 
     def records_of(self, experts: int) -> int | None:
-        """Records per layer of `experts` experts; None: auto."""
+        """Records per layer of `experts` experts; None: auto. SettingsError if a layer has fewer experts than asked."""
         if isinstance(self.dram_records, int):
-            return min(self.dram_records, experts)
+            if self.dram_records > experts:
+                raise SettingsError(
+                    f"dram_records: {self.dram_records} experts of each layer were asked for, a layer has {experts}; "
+                    "say 100% for all"
+                )
+            return self.dram_records
         if self.dram_records == "auto":
             return None
         return int(experts * float(self.dram_records[:-1]) / 100)

@@ -48,12 +48,13 @@ def server(nano: Path, store: Path, folder: Path) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ("task", "reached"), [("arithmetic", 0.905), ("copy", 0.960), ("json", 1.000), ("toolcalls", 1.000)]
+    ("task", "reached", "clients"),
+    [("arithmetic", 0.905, CLIENTS), ("copy", 0.960, 1), ("json", 1.000, 1), ("toolcalls", 1.000, CLIENTS)],
 )
-def test_scores_of_the_models_readme(task: str, reached: float, server: Server) -> None:
-    """At least those minus 2 points, from 8 clients at a time."""
+def test_scores_of_the_models_readme(task: str, reached: float, clients: int, server: Server) -> None:
+    """At least those minus 2 points. The small sets one at a time: batches, whose rounding varies, could cost an item."""
     items = load_set(ROOT / "models" / "eval" / f"{task}.jsonl")
-    (score,) = Report({}, tuple(evaluate(Asked(f"{server.url}/v1", MODEL), items, CLIENTS))).scores()
+    (score,) = Report({}, tuple(evaluate(Asked(f"{server.url}/v1", MODEL), items, clients))).scores()
     assert score.all.items == len(items)
     assert score.all.score >= round(reached - 0.02, 4), score
 

@@ -42,7 +42,7 @@ def client(url: str, api_key: str | None, timeout: float) -> Iterator[OpenAI]:
     try:
         import openai
     except ImportError:
-        raise EvalError("`moetier eval` asks with the openai package; pip install openai") from None
+        raise EvalError("`moetier eval` asks with the openai package; pip install 'moetier[eval]'") from None
     try:
         with openai.OpenAI(base_url=url, api_key=api_key or "none", timeout=timeout) as connected:
             yield connected
