@@ -52,7 +52,7 @@ def server(nano: Path, store: Path, folder: Path) -> Iterator[Server]:
     [("arithmetic", 0.905, CLIENTS), ("copy", 0.960, 1), ("json", 1.000, 1), ("toolcalls", 1.000, CLIENTS)],
 )
 def test_scores_of_the_models_readme(task: str, reached: float, clients: int, server: Server) -> None:
-    """At least those minus 2 points. The small sets one at a time: batches, whose rounding varies, could cost an item."""
+    """At least those minus 2 points. Small sets one at a time: batches, whose rounding varies, could cost an item."""
     items = load_set(ROOT / "models" / "eval" / f"{task}.jsonl")
     (score,) = Report({}, tuple(evaluate(Asked(f"{server.url}/v1", MODEL), items, clients))).scores()
     assert score.all.items == len(items)
