@@ -3,12 +3,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 namespace moetier {
 namespace {
 
-constexpr std::size_t kPiece = 64; // pairs of one expert that a task takes through its tiles at a time
 constexpr std::size_t kRecordAlignment = 64;
 
 bool aligned(std::uint64_t address) {

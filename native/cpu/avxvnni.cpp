@@ -1,5 +1,7 @@
 // AVX-VNNI with 256-bit registers (Alder Lake, Zen 5 and later, also where AVX-512 is switched off).
 
+#include <cpuid.h>
+
 #include "cpu/ymm.h"
 
 namespace moetier {
@@ -18,8 +20,13 @@ struct Dpbusd {
 };
 
 bool available() {
+  constexpr unsigned kAvxVnniBit = 1U << 4; // of eax; older compilers have no name for it
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
   return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0 &&
-         __builtin_cpu_supports("avxvnni") != 0;
+         __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kAvxVnniBit) != 0;
 }
 
 } // namespace
