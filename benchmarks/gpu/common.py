@@ -11,6 +11,7 @@ import torch
 
 from moetier.formats import Family, LayerGeometry, RecordLayout
 
+PLAIN = Family()
 DEEPSEEK_V4 = Family(swiglu_limit=10.0, route_weight_before_down=True)
 
 
@@ -20,7 +21,7 @@ class Shape:
 
     name: str
     geometry: LayerGeometry
-    family: Family = Family()
+    family: Family = PLAIN
 
 
 SHAPES = {

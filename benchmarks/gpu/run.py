@@ -31,6 +31,12 @@ def show(row: dict[str, Any]) -> None:
     print(f"{row['what']:58} {'  '.join(cells)}", flush=True)
 
 
+def save(rows: list[dict[str, Any]]) -> None:
+    """What is known so far, where $OUT says."""
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], "results.json").write_text(json.dumps(rows, indent=1))
+
+
 def main() -> int:
     """Run the parts named on the command line, all by default; exit 1 on a difference or an error."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -49,19 +55,17 @@ def main() -> int:
     for part in arguments.parts or PARTS:
         start = time.monotonic()
         try:
-            found = importlib.import_module(part).run(arguments)
+            for row in importlib.import_module(part).run(arguments):
+                show(row)
+                failed |= bool(row.get("differ"))
+                rows.append(row)
+                save(rows)
         except Exception:  # the other parts still tell something
             traceback.print_exc()
             failed = True
             continue
-        for row in found:
-            show(row)
-            failed |= bool(row.get("differ"))
-        rows += found
         print(f"-- {part}: {time.monotonic() - start:.0f} s", flush=True)
         torch.cuda.empty_cache()
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], "results.json").write_text(json.dumps(rows, indent=1))
     return int(failed)
 
 

@@ -21,6 +21,17 @@ from numpy.typing import NDArray
 ABSENT = -1
 
 
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind what `stream` has been given so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
 @dataclass(frozen=True)
 class Filling:
     """A copy on its way: the expert, and the event behind the copy (None: it was made at once)."""
@@ -52,7 +63,7 @@ class DeviceSlots:
         self._free = list(range(capacity - 1, -1, -1))
         self._filling: dict[int, Filling] = {}
         self._last_use: dict[int, torch.cuda.Event] = {}
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = _stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def capacity(self) -> int:
@@ -91,8 +102,7 @@ class DeviceSlots:
                 if used is not None:
                     self._stream.wait_event(used)
                 self.slots[slot].copy_(record, non_blocking=True)
-                done = torch.cuda.Event()
-                done.record(self._stream)
+                done = _event(self._stream)
             self._filling[slot] = Filling(expert, done)
         return slot
 
@@ -104,7 +114,7 @@ class DeviceSlots:
         """
         published = []
         for slot, filling in list(self._filling.items()):
-            if filling.done is not None and not filling.done.query():
+            if filling.done is not None and not bool(filling.done.query()):  # type: ignore[no-untyped-call]
                 if not wait:
                     continue
                 torch.cuda.current_stream(self.device).wait_event(filling.done)
@@ -122,9 +132,7 @@ class DeviceSlots:
         self._set(expert, ABSENT)
         self._owner[slot] = ABSENT
         if self._stream is not None:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            self._last_use[slot] = event
+            self._last_use[slot] = _event(torch.cuda.current_stream(self.device))
         self._free.append(slot)
 
     def _set(self, expert: int, slot: int) -> None:

@@ -56,9 +56,7 @@ class Case:
     def device(self) -> tuple[DeviceExperts, tuple[torch.Tensor, ...]]:
         experts = DeviceExperts(self.geometry, self.family, self.tokens, device="cpu", backend="triton")
         x = torch.from_numpy(oracle.to_bf16(self.x).view(np.int16)).view(torch.bfloat16)
-        return experts, tuple(
-            [x, *(torch.from_numpy(a) for a in (self.ids, self.weights, self.table, self.slots))]
-        )
+        return experts, (x, *(torch.from_numpy(a) for a in (self.ids, self.weights, self.table, self.slots)))
 
     def found(self) -> np.ndarray:
         experts, tensors = self.device()
@@ -151,7 +149,7 @@ def test_quantize_equals_the_oracle_over_every_exponent() -> None:
     x[(x & 0x7F80) == 0x7F80] = 0x7F00
     case = Case(64, 32, tokens=512)
     case.x = oracle.from_bf16(x)
-    experts, (tensor, *rest) = case.device()
+    experts, (tensor, *_) = case.device()
     q, e = oracle.quantize(case.x)
     path = experts.path
     path._quantize(tensor, 512)  # type: ignore[attr-defined]

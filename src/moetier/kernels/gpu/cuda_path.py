@@ -38,13 +38,68 @@ class PanelSizes:
 
 
 WGMMA = PanelSizes(pairs=128, rows=128, block_bytes=128 * 64, alignment=1024, depth=4, stage_blocks=4)
-MMA = PanelSizes(pairs=64, rows=256, block_bytes=64 * 64 + 64, alignment=16, depth=4, stage_blocks=4)
-MMA_SMALL = replace(MMA, depth=2, stage_blocks=2)
+MMA = PanelSizes(pairs=48, rows=256, block_bytes=48 * 64 + 64, alignment=16, depth=6, stage_blocks=2)
+MMA_SMALL = replace(MMA, depth=3)
 """For devices with about 100 KB of shared memory a block."""
 
 
 def largest_divisor(n: int, most: int) -> int:
     return next(d for d in range(most, 0, -1) if n % d == 0)
+
+
+@dataclass(frozen=True)
+class RingSizes:
+    """A warp's ring in decode.cuh, for gate and up and for down: blocks in a stage at most, and stages."""
+
+    up_blocks: int
+    up_depth: int
+    down_blocks: int
+    down_depth: int
+
+
+def panel_sizes(arch: str, shared_bytes_a_block: int) -> PanelSizes:
+    """Which panels a device of `arch` ("sm_90a") with that much shared memory a block computes."""
+    if arch == "sm_90a":
+        return WGMMA
+    return MMA if shared_bytes_a_block > 160 * 1024 else MMA_SMALL
+
+
+DECODE_RINGS = {1: RingSizes(4, 2, 9, 3), 8: RingSizes(4, 2, 9, 2)}
+"""By group size."""
+
+
+def decode_macros(sizes: Sizes, group: int) -> dict[str, str | int]:
+    """What decode.cu is compiled with."""
+    ring = DECODE_RINGS[group]
+    macros = _macros(sizes) | {"GROUP_SIZE": group, "UP_DEPTH": ring.up_depth, "DOWN_DEPTH": ring.down_depth}
+    return macros | {"UP_BLOCKS_A_STAGE": ring.up_blocks, "DOWN_BLOCKS_A_STAGE": ring.down_blocks}
+
+
+def _up_warps(sizes: Sizes) -> int:
+    """UP_WARPS of decode.cuh: each segment of four row tiles, half of the segments' number of tiles a warp."""
+    s = segments(sizes.geometry.hidden // BLOCK)
+    return s * 4 // max(1, s // 2)
+
+
+def decode_rings(sizes: Sizes, group: int) -> tuple[int, int]:
+    """Bytes of the rings of a block of gate_up_decode (or of its partial sums, which follow) and of down_decode."""
+    g, ring = sizes.geometry, DECODE_RINGS[group]
+    up_blocks, down_blocks = g.hidden // BLOCK, g.slice_intermediate // BLOCK
+    s = segments(up_blocks)
+
+    def stage(row_tiles: int, chain: int, most: int) -> int:
+        blocks = largest_divisor(chain, most)
+        return -(-blocks * (row_tiles * 272 + group * (32 + META_BYTES)) // 16) * 16
+
+    up = _up_warps(sizes) * ring.up_depth * stage(max(1, s // 2), up_blocks // s, ring.up_blocks)
+    down = 8 * ring.down_depth * stage(1, down_blocks // segments(down_blocks), ring.down_blocks)
+    return max(up, s * 64 * group * 4), down
+
+
+def prefill_macros(sizes: Sizes, panel: PanelSizes) -> dict[str, str | int]:
+    """What prefill.cu is compiled with."""
+    sizes_of_ring = {"DEPTH": panel.depth, "STAGE_BLOCKS": panel.stage_blocks, "WGMMA": int(panel is WGMMA)}
+    return _macros(sizes) | sizes_of_ring
 
 
 def _macros(sizes: Sizes) -> dict[str, str | int]:
@@ -66,31 +121,20 @@ def _macros(sizes: Sizes) -> dict[str, str | int]:
 class _Decode:
     """decode.cu for one group size: how many pairs of an expert share a pass over its weights."""
 
-    def __init__(self, sizes: Sizes, group: int, up_depth: int, down_depth: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, group: int, device: torch.device) -> None:
         g = sizes.geometry
-        up_blocks, down_blocks = g.hidden // BLOCK, g.slice_intermediate // BLOCK
-        s = segments(up_blocks)
-        tiles = max(1, s // 2)
-        warps = s * 4 // tiles
-
-        def stage(row_tiles: int, blocks: int) -> int:
-            return -(-blocks * (row_tiles * 272 + group * (32 + META_BYTES)) // 16) * 16
-
-        ring = warps * up_depth * stage(tiles, largest_divisor(up_blocks // s, 4))
-        up_shared = max(ring, s * 64 * group * 4)
+        down_blocks = g.slice_intermediate // BLOCK
+        up_shared, self.down_ring = decode_rings(sizes, group)
         self.chains = segments(down_blocks) * g.slices
-        self.down_ring = 8 * down_depth * stage(1, largest_divisor(down_blocks // segments(down_blocks), 9))
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        limit = nvrtc.shared_memory_a_block(device)
         fixed = 8192  # more than the kernel's own static shared memory
         self.max_pairs = min(MAX_DECODE_PAIRS, (limit - fixed - self.down_ring) // (self.chains * 64))
         kernels = {
             "quantize_decode": (256, 0),
-            "gate_up_decode": (warps * 32, up_shared),
+            "gate_up_decode": (_up_warps(sizes) * 32, up_shared),
             "down_decode": (256, self.down_ring + self.max_pairs * self.chains * 64),
         }
-        macros = _macros(sizes) | {"GROUP_SIZE": group, "UP_DEPTH": up_depth, "DOWN_DEPTH": down_depth}
-        macros["DOWN_BLOCKS_A_STAGE"] = 9
-        self.kernels = nvrtc.load("decode.cu", macros, device, kernels)
+        self.kernels = nvrtc.load("decode.cu", decode_macros(sizes, group), device, kernels)
 
 
 class CudaPath:
@@ -99,12 +143,10 @@ class CudaPath:
     def __init__(self, sizes: Sizes, max_tokens: int, device: torch.device) -> None:
         self.sizes, self.device = sizes, device
         g = sizes.geometry
-        properties = torch.cuda.get_device_properties(device)
-        large = properties.shared_memory_per_block_optin > 160 * 1024
-        self.alone = _Decode(sizes, 1, 2, 3, device)
-        self.shared = _Decode(sizes, 8, 2, 2, device)
-        hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self.panel = WGMMA if hopper else MMA if large else MMA_SMALL
+        self.alone = _Decode(sizes, 1, device)
+        self.shared = _Decode(sizes, 8, device)
+        limit = nvrtc.shared_memory_a_block(device)
+        self.panel = panel_sizes(nvrtc.architecture(device), limit)
         self._load_prefill(self.panel)
         pairs = max_tokens * g.top_k
 
@@ -137,9 +179,7 @@ class CudaPath:
         kernels["plan_tiles"] = (1024, 0)
         kernels["gate_up_prefill"] = (THREADS, panel.shared_bytes(g.hidden // BLOCK))
         kernels["down_prefill"] = (THREADS, panel.shared_bytes(g.slice_intermediate // BLOCK))
-        macros = _macros(self.sizes) | {"DEPTH": panel.depth, "STAGE_BLOCKS": panel.stage_blocks}
-        macros["WGMMA"] = int(panel is WGMMA)
-        self.kernels = nvrtc.load("prefill.cu", macros, self.device, kernels)
+        self.kernels = nvrtc.load("prefill.cu", prefill_macros(self.sizes, panel), self.device, kernels)
 
     def decode_kernels(self, call: Call) -> _Decode | None:
         tokens, pairs = call.x.shape[0], call.ids.numel()

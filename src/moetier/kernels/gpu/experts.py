@@ -14,7 +14,7 @@ Backend = Literal["cuda", "triton"]
 
 
 def default_backend(device: torch.device) -> Backend:
-    """ "cuda" on an NVIDIA GPU of compute capability 8.0 or newer, else "triton"."""
+    """The CUDA path on an NVIDIA GPU of compute capability 8.0 or newer, else Triton."""
     if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0):
         return "cuda"
     return "triton"
@@ -64,8 +64,8 @@ class DeviceExperts:
         """The whole layer: x bf16 [T, hidden] -> bf16 [T, hidden].
 
         ids int32 and weights float32 [T, top_k]; slot_table int32 [experts]: slot or -1; slots uint8 [slots, stride].
-        Ids outside [0, experts) are skipped. A token routed to an expert without a slot comes out as NaN: use `rows` and
-        `combine` where another tier computes the rest.
+        Ids outside [0, experts) are skipped. A token routed to an expert without a slot comes out as NaN: use `rows`
+        and `combine` where another tier computes the rest.
         """
         out = torch.empty_like(x) if out is None else out
         self._check(x, ids, weights, slot_table, slots)
@@ -84,7 +84,7 @@ class DeviceExperts:
         slots: torch.Tensor,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Each pair's answer y, float32 [T, top_k, hidden], before the combination; other pairs' rows are left alone."""
+        """Each pair's answer y, float32 [T, top_k, hidden], before the combination; rows without a slot stay."""
         self._check(x, ids, weights, slot_table, slots)
         for start in range(0, x.shape[0], self.max_tokens):
             part = slice(start, start + self.max_tokens)
@@ -122,6 +122,6 @@ class DeviceExperts:
         for name, (tensor, dtype, shape) in wanted.items():
             if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
                 raise SettingsError(
-                    f"{name} must be contiguous {dtype} {shape}, found {tensor.dtype} {tuple(tensor.shape)} with strides "
-                    f"{tensor.stride()}; convert it before the layer"
+                    f"{name} must be contiguous {dtype} {shape}, found {tensor.dtype} {tuple(tensor.shape)} with "
+                    f"strides {tensor.stride()}; convert it before the layer"
                 )

@@ -32,8 +32,19 @@ def _ok(result: tuple[Any, ...], what: str, log: str = "") -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def compile_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> bytes:
-    """Machine code of one of our .cu files for `arch`, like "sm_90". Needs no GPU."""
+def architecture(device: torch.device) -> str:
+    """What kernels for a device are compiled for, like "sm_80"; wgmma is only in "sm_90a"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major == 9 else ''}"
+
+
+def shared_memory_a_block(device: torch.device) -> int:
+    """The most bytes of shared memory that a block may ask for."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> tuple[bytes, str]:
+    """Machine code and PTX of one of our .cu files for `arch`. Needs no GPU."""
     from cuda.bindings import nvrtc
 
     headers = {path.name.encode(): path.read_bytes() for path in SOURCES.glob("*.cuh")}
@@ -50,8 +61,10 @@ def compile_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> by
     _ok(status, f"compiling {source} for {arch}", log.decode(errors="replace"))
     cubin = b" " * _ok(nvrtc.nvrtcGetCUBINSize(program), "reading NVRTC's output")
     _ok(nvrtc.nvrtcGetCUBIN(program, cubin), "reading NVRTC's output")
+    ptx = b" " * _ok(nvrtc.nvrtcGetPTXSize(program), "reading NVRTC's PTX")
+    _ok(nvrtc.nvrtcGetPTX(program, ptx), "reading NVRTC's PTX")
     nvrtc.nvrtcDestroyProgram(program)
-    return cubin
+    return cubin, ptx.decode()
 
 
 def cache_folder() -> Path:
@@ -60,13 +73,13 @@ def cache_folder() -> Path:
 
 
 def cached_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> bytes:
-    """`compile_cubin`, or what an earlier run made of the same source, macros and target."""
+    """Machine code of a .cu file, or what an earlier run made of the same source, macros and target."""
     texts = [(SOURCES / source).read_text(), *(path.read_text() for path in sorted(SOURCES.glob("*.cuh")))]
     key = hashlib.sha256(repr((texts, sorted(macros.items()), arch)).encode()).hexdigest()[:32]
     path = cache_folder() / f"{Path(source).stem}-{arch}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
-    cubin = compile_cubin(source, macros, arch)
+    cubin = compile_source(source, macros, arch)[0]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -131,10 +144,8 @@ def load(
     """The kernels of a file on `device`; kernels: name -> (threads, bytes of dynamic shared memory)."""
     from cuda.bindings import driver
 
-    major, minor = torch.cuda.get_device_capability(device)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"  # wgmma is only in sm_90a
-    module, _ = _module(source, tuple(sorted(macros.items())), arch, index)
+    module, _ = _module(source, tuple(sorted(macros.items())), architecture(device), index)
     return {
         name: Kernel(_ok(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}"), *sizes)
         for name, sizes in kernels.items()

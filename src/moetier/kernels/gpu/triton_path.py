@@ -12,6 +12,8 @@ from moetier.kernels.gpu.base import Call, Sizes
 from moetier.kernels.oracle import segments
 
 DECODE_TILE, PREFILL_TILE = 16, 64
+TILE_ROWS = 32
+"""Weight rows of a tile: with more, registers spill on sm_80."""
 DECODE_PAIRS_PER_EXPERT = 16
 """Up to this many pairs an expert on average, tiles are DECODE_TILE pairs high."""
 PLAN_BLOCK = 1024
@@ -51,7 +53,6 @@ class TritonPath:
         tokens, pairs = call.x.shape[0], call.ids.numel()
         decode = pairs <= DECODE_PAIRS_PER_EXPERT * g.experts
         bm = DECODE_TILE if decode else PREFILL_TILE
-        limit = 32 if decode else 64
         settings: Settings = {"num_warps": 4, "num_stages": 4 if decode else 3}
         tiles = min(pairs, g.experts + pairs // bm)
         inner = g.slice_intermediate
@@ -69,13 +70,13 @@ class TritonPath:
         self._quantize(call.x, tokens)
         self._plan(call, pairs, bm)
         plan = (self.order, self.offsets, self.ends, self.tile_ends, call.slot_table, call.slots, call.slots.stride(0))
-        bn = widest(inner, limit)
+        bn = widest(inner, TILE_ROWS)
         kernels.gate_up[(tiles, g.intermediate // bn)](
             self.q, self.e, call.weights, *plan, self.hq, self.he,
             TOP_K=g.top_k, S=segments(g.hidden // BLOCK), LIMIT=self.sizes.family.swiglu_limit,
             WEIGHTED=self.sizes.family.route_weight_before_down, BN=bn, **common,
         )  # fmt: skip
-        bn = widest(g.hidden, limit)
+        bn = widest(g.hidden, TILE_ROWS)
         kernels.down[(tiles, g.hidden // bn)](
             self.hq, self.he, *plan, call.rows, S=segments(inner // BLOCK), BN=bn, **common
         )

@@ -82,12 +82,13 @@ __device__ __forceinline__ Quantized quantize(float x) {
   b.sum = __reduce_add_sync(~0u, b.q);
   return b;
 }
-// Tame: with scale bytes in [64, 191], c = e + s - 128 is in [-126, 111], where d * 2^c is what the contract asks for.
+// Tame: an exponent in [-62, 48] and scale bytes in [64, 191]; c = e + s - 128 is then in [-126, 111], where d * 2^c is what
+// the contract asks for. Whatever meets something wild is computed again by `exact_chain`.
+__device__ __forceinline__ bool is_tame(int e) { return e >= -62 && e <= 48; }
 __device__ __forceinline__ Meta meta_of(const Quantized &b) {
-  bool tame = b.e >= -62 && b.e <= 48;
-  return {int(u32(b.e - 1) << 23) | !tame, 0x1.8p23f - float(OFFSET * b.sum)};
+  return {int(u32(b.e - 1) << 23) | !is_tame(b.e), 0x1.8p23f - float(OFFSET * b.sum)};
 }
-// Four scale bytes: nonzero unless every one is in [64, 191], that is, its two top bits differ.
+// Four scale bytes: nonzero unless every one is tame, that is, its two top bits differ.
 __device__ __forceinline__ u32 wild_scales(u32 four) { return ~(four ^ four << 1) & 0x80808080u; }
 
 // A chain of blocks of one weight row by the letter of the contract, for what the fast kernels cannot hold. exponent(b): e.
@@ -135,6 +136,11 @@ __device__ __forceinline__ void unpack(const Tables &tables, u32 codes, u32 &low
   low = permute(tables.positive, 0x98949290u, codes) & permute(tables.negative, 0x80848688u, flipped);
   high = permute(tables.positive, 0x98949290u, codes >> 16) & permute(tables.negative, 0x80848688u, flipped >> 16);
 }
+
+// Scales of a tile's rows, read as words (a load of single bytes costs four passes of shared memory).
+__device__ __forceinline__ u32 scale_word(const u8 *scales, int row) { return *(const u32 *)(scales + (row & ~3)); }
+// The row's byte of its word, times 2^16.
+__device__ __forceinline__ u32 scale_byte(u32 word, int row) { return permute(word, 0, 0x4044 | (row & 3) << 8); }
 
 __device__ __forceinline__ void copy16(u32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

@@ -11,11 +11,16 @@ extern "C" __global__ void __launch_bounds__(256) quantize_decode(const u16 *x, 
 }
 
 // gate_up: block (i, p) computes 32 rows of h for pair p and, where GROUP > 1, the other pairs of p's expert.
-constexpr int UP_STAGE = largest_divisor(UP_CHAIN, 4);
+constexpr int UP_STAGE = largest_divisor(UP_CHAIN, UP_BLOCKS_A_STAGE);
 using UpStage = Stage<UP_TILES, UP_STAGE>;
 using UpWeights = Weights<UP_TILES, UP_STAGE>;
 using UpActivations = Activations<UP_TILES, UP_STAGE>;
 
+#if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200  // about 100 KB of shared memory: one block
+constexpr int UP_RESIDENT = 1;
+#else
+constexpr int UP_RESIDENT = GROUP == 1 ? 3 : 2;
+#endif
 using UpRing = Ring<UP_TILES, UP_STAGE, UP_DEPTH>;
 
 template <int COLUMNS>
@@ -44,7 +49,7 @@ __device__ __forceinline__ void gate_up_sums(u8 *shared, UpRing &ring, const UpW
   __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, GROUP == 1 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
     gate_up_decode(const s8 *q, const Meta *meta, const int *ids, const float *route_weights, const int *slot_table,
                    const u8 *slots, size_t stride, int pairs, s8 *hq, Meta *hmeta) {
   extern __shared__ __align__(16) u8 shared[];

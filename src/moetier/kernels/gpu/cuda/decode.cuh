@@ -132,13 +132,13 @@ __device__ __forceinline__ void multiply(const Tables &tables, Sums<TILES, COLUM
           : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
           : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(q.x), "r"(q.y), "r"(tables.magic[0]), "r"(tables.magic[1]),
             "r"(tables.magic[2]), "r"(tables.magic[3]));
-      const u8 *scale = stage + TILES * BLOCKS * 256 + (t * BLOCKS + b) * 16 + g;
+      const u8 *scales = stage + TILES * BLOCKS * 256 + (t * BLOCKS + b) * 16;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        u32 byte = scale[8 * half];
+        u32 byte = scale_byte(scale_word(scales, g + 8 * half), g);  // times 2^16
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
-          float factor = __uint_as_float(byte * (1u << 23) + u32(meta[j].exponent));  // 2^c
+          float factor = __uint_as_float(byte * 128 + u32(meta[j].exponent));  // 2^c
           float &sum = sums.value[t][half * COLUMNS + j];
           sum = __fmaf_rn(__fsub_rn(__int_as_float(d[half * 2 + j]), meta[j].base), factor, sum);  // the product is exact
         }

@@ -8,13 +8,12 @@
 constexpr int THREADS = 256;
 
 // w is given to the matrix unit as the bf16 w * 2^-127 (a code's bits in place: 0.5 is subnormal, which it takes), q as
-// q * 2^(e + SHIFT). A tame e keeps that product normal and finite, a tame scale byte s keeps e + s - 128 in [-126, 93].
-constexpr int SHIFT = 66, LEAST_E = -60, MOST_E = 50, LEAST_S = 62, MOST_S = 171;
+// q * 2^(e + SHIFT): for a tame e that is finite, and so is, and normal, every d * 2^(e + SHIFT - 127).
+constexpr int SHIFT = 66;
 
 // A block that is not tame becomes NaN, and so every row sum that it enters: those are computed again.
 __device__ __forceinline__ u16 folded(const Quantized &b) {
-  bool tame = b.e >= LEAST_E && b.e <= MOST_E;
-  return tame ? u16(__float_as_uint(__fmul_rn(float(b.q), power(b.e + SHIFT))) >> 16) : 0x7FC0;
+  return is_tame(b.e) ? u16(__float_as_uint(__fmul_rn(float(b.q), power(b.e + SHIFT))) >> 16) : 0x7FC0;
 }
 
 struct Half {  // row tiles, the first `valid` of which exist
@@ -48,9 +47,9 @@ struct Fragment {
     unpack_bf16(*(const u32 *)(tile + 128 + lane * 4), bottom);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      u32 byte = bytes[lane / 4 + 8 * half];
-      wild[half] |= u32(byte - LEAST_S > u32(MOST_S - LEAST_S));
-      scale[half] = __uint_as_float((byte - 128 + 127 - SHIFT + 127) << 23);
+      u32 word = scale_word(bytes, lane / 4 + 8 * half);
+      wild[half] |= wild_scales(word);
+      scale[half] = __uint_as_float(scale_byte(word, lane / 4) * 128 + (u32(127 - SHIFT - 1) << 23));  // 2^(s - 128 + 127 - SHIFT)
     }
   }
 };

@@ -1,8 +1,8 @@
-// Panels by mma.m16n8k16: 256 rows x 64 pairs; a warp has one row tile of each half.
+// Panels by mma.m16n8k16: 256 rows x 48 pairs; a warp has one row tile of each half.
 #pragma once
 #include "panel.cuh"
 
-constexpr int PAIRS = 64, ROW_TILES = 16;
+constexpr int PAIRS = 48, ROW_TILES = 16;
 constexpr int PITCH = PAIRS + 9;  // floats from one row of results to the next: no bank conflicts either way
 
 __device__ __forceinline__ int place_in_block(int k) {  // a lane reads its 8 values of a block as 16 bytes
@@ -117,8 +117,6 @@ template <int BLOCKS, class... Arguments> __device__ __forceinline__ void row_su
     case 3: return row_sums<3, BLOCKS>(arguments...);
     case 4: return row_sums<4, BLOCKS>(arguments...);
     case 5: return row_sums<5, BLOCKS>(arguments...);
-    case 6: return row_sums<6, BLOCKS>(arguments...);
-    case 7: return row_sums<7, BLOCKS>(arguments...);
-    default: return row_sums<8, BLOCKS>(arguments...);
+    default: return row_sums<6, BLOCKS>(arguments...);
   }
 }

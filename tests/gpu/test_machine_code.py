@@ -1,0 +1,52 @@
+"""The machine-code gate on a sample; `python benchmarks/gpu/gate.py` looks at every kernel for every target."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("torch", reason="the device tier wants torch")
+pytest.importorskip("triton", reason="the gate wants triton and its disassembler")
+
+
+@pytest.fixture(scope="module")
+def gate() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "gpu" / "gate.py"
+    spec = importlib.util.spec_from_file_location("moetier_gate", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(gate: ModuleType, kernels: list) -> None:
+    assert kernels
+    wrong = {f"{kernel.name} for {kernel.target}": gate.findings(kernel)[0] for kernel in kernels}
+    assert not {name: texts for name, texts in wrong.items() if texts}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"])
+def test_cuda_decode(gate: ModuleType, target: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
+    check(gate, list(gate.cuda_kernels(target, ("decode 1",))))
+
+
+def test_cuda_prefill_on_hopper(gate: ModuleType) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
+    check(gate, list(gate.cuda_kernels("sm_90a", ("prefill",))))
+
+
+@pytest.mark.parametrize(("target", "tile"), [("sm_80", 64), ("sm_90a", 64), ("sm_100", 16), ("sm_120", 64)])
+def test_triton(gate: ModuleType, target: str, tile: int) -> None:
+    check(gate, list(gate.triton_kernels(target, (tile,), small=target == "sm_90a")))
+
+
+def test_the_gate_finds_a_fused_addition(gate: ModuleType) -> None:
+    """With float fusion left on, Triton contracts multiply and add: the gate must say so."""
+    kernel = next(k for k in gate.triton_kernels("sm_90a", (64,), small=False) if "gate_up" in k.name)
+    spoiled = gate.Compiled(**{**vars(kernel), "ptx": kernel.ptx.replace("add.rn.f32", "fma.rn.f32", 1)})
+    assert gate.findings(spoiled)[0]
