@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,3 +237,39 @@ def test_checkpoint_that_is_damaged_too_heals_nothing(
             file.write(before)
     bench.check_integrity()
     bench.close()
+
+
+@pytest.mark.parametrize("bench", [(0, 1), (1, 1)], ids=["staging", "slot"], indirect=True)
+def test_a_read_that_cannot_be_started_loses_no_slot(bench: Bench, made: Made) -> None:
+    x, ids, weights = inputs(bench, 2, 0)
+    open_reader, closed = bench.reader, DiskReader(bench.store, threads=1)
+    closed.close()
+    bench.layer._reader = closed
+    with pytest.raises(RuntimeError, match="shutdown"):
+        forward(bench, x, ids, weights)
+    bench.check_integrity()
+    bench.layer._reader = open_reader
+    assert np.array_equal(forward(bench, x, ids, weights), expected(made, x, ids, weights, bench.store))
+
+
+STARTS = """
+import resource, sys
+from moetier.errors import SettingsError
+from moetier.residency import DiskReader
+from moetier.store.store import Store
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+with Store.open(sys.argv[1]) as store:
+    try:
+        DiskReader(store, 256)
+    except SettingsError as error:
+        print(error)
+"""
+
+
+def test_reading_threads_that_cannot_be_had_are_an_error_at_start(store_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, str(store_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "expected to start 256 threads" in done.stdout
+    assert "disk_threads" in done.stdout

@@ -41,8 +41,9 @@ def test_round_trip(tmp_path: Path) -> None:
         b'{"format": 1, "identity": "' + b"a" * 64 + b'", "counts": [[-1, 0, 0, 0], [0, 0, 0, 0]]}',
         b'{"format": 1, "identity": "' + b"b" * 64 + b'", "counts": [[1, 0, 0, 0], [0, 0, 0, 0]]}',
         b"\xff\xfe\x00",
+        b"[" * 100_000,
     ],
-    ids=["empty", "cut", "list", "keys-missing", "ragged", "negative", "other-checkpoint", "not-text"],
+    ids=["empty", "cut", "list", "keys-missing", "ragged", "negative", "other-checkpoint", "not-text", "deep"],
 )
 def test_unusable_file_starts_cold_with_a_warning(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -89,3 +90,31 @@ def test_kill_during_save_leaves_a_whole_file(tmp_path: Path) -> None:
         assert counts.shape == (8, 4096)
         assert (counts == counts[0, 0]).all()
         assert counts[0, 0] >= 1
+
+
+def test_a_pipe_or_a_huge_file_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "heat.json"
+    os.mkfifo(path)
+    assert not Heat.load(path, 2, 4, IDENTITY).counts.any()
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert not Heat.load(path, 2, 4, IDENTITY).counts.any()
+    assert caplog.text.count("expected a regular file") == 2
+
+
+def test_two_savers_of_one_file_leave_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "heat.json"
+    command = [sys.executable, "-c", SAVER, str(path)]
+    savers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    try:
+        for saver in savers:
+            assert saver.stdout is not None
+            saver.stdout.readline()
+        for _ in range(200):
+            assert len(json.loads(path.read_text())["counts"]) == 8
+        assert [saver.poll() for saver in savers] == [None, None], "a saver could not save"
+    finally:
+        for saver in savers:
+            saver.kill()
+            saver.communicate()

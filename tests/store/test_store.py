@@ -249,3 +249,24 @@ def test_verify_tells_the_checkpoint_and_with_deep_its_content(tmp_path):
 def test_no_folder_is_no_store(tmp_path):
     with pytest.raises(StoreError, match="is no store"):
         Store.open(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "huge"])
+@pytest.mark.parametrize("name", ["store.json", "layer-00001.sums"])
+def test_a_pipe_or_a_huge_file_is_refused_at_once(store, name, kind):
+    path = store / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(StoreError, match="expected a regular file of at most"):
+        Store.open(store)
+
+
+def test_a_record_file_that_is_gone_is_a_clear_error(store):
+    with Store.open(store) as opened:
+        opened.record_file(0).unlink()
+        with pytest.raises(StoreError, match="cannot be read: No such file"):
+            opened.read_record(0, 0, np.empty(opened.manifest.record_stride, np.uint8))

@@ -141,7 +141,9 @@ class TieredLayer:
                             self._settle(int(experts[i]), reads.pop(i))
                     first = end
                 elif not ready.size:
-                    wait([reads[i].future for i in reads if addresses[i] == 0], return_when=FIRST_COMPLETED)
+                    coming = [reads[i].future for i in reads if addresses[i] == 0]
+                    assert coming, "a record is missing, and none is on its way: slots were lost"
+                    wait(coming, return_when=FIRST_COMPLETED)
         except BaseException:
             self._abandon(reads)
             raise
@@ -156,7 +158,11 @@ class TieredLayer:
             if slot is None:
                 return None
             view, address, staged = self._staging.view(slot), self._staging.address(slot), True
-        return Read(self._reader.submit(self.index, expert, view), slot, staged, address)
+        try:
+            return Read(self._reader.submit(self.index, expert, view), slot, staged, address)
+        except BaseException:
+            (self._staging if staged else self.tier).give_back(slot)
+            raise
 
     def _settle(self, expert: int, read: Read) -> None:
         if read.staged:

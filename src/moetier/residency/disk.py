@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Barrier, Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.errors import RecordReadError
+from moetier.errors import RecordReadError, SettingsError
+from moetier.store.files import open_to_read
 from moetier.store.heal import Healer
 from moetier.store.store import Store, checksum
 
@@ -48,7 +49,7 @@ class DiskReader:
         self.direct = True
         for layer in range(len(store.manifest.layers)):
             self._files.append(self._open(store.record_file(layer)))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="moetier-disk")
+        self._pool = self._start(threads)
         self._lock = Lock()
         self.counters = DiskCounters()
 
@@ -58,10 +59,26 @@ class DiskReader:
                 return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    raise
+                    return open_to_read(path)  # which says what is wrong
                 self.direct = False
                 logger.warning("%s: the file system refuses O_DIRECT; records are read through the page cache", path)
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_to_read(path)
+
+    @staticmethod
+    def _start(threads: int) -> ThreadPoolExecutor:
+        """A pool with all its threads: a step must not be the one to find that none can be had."""
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="moetier-disk")
+        together = Barrier(threads)
+        try:
+            wait([pool.submit(together.wait) for _ in range(threads)])
+        except RuntimeError as error:
+            together.abort()
+            pool.shutdown()
+            raise SettingsError(
+                f"expected to start {threads} threads that read the store, found: {error}; set disk_threads lower, or "
+                "raise the limit on processes or memory"
+            ) from error
+        return pool
 
     def submit(self, layer: int, expert: int, out: NDArray[np.uint8]) -> Future[None]:
         """Start reading a record into `out`, uint8 [stride], 4 KiB-aligned. `out` belongs to the read until it ends."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.store.files import write_durably
+from moetier.errors import MoetierError
+from moetier.store.files import read_small, write_durably
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+MAX_BYTES = 64 << 20
+"""Far more than the counts of any model need; a larger file is not one of ours."""
 
 
 class Heat:
@@ -33,13 +37,13 @@ class Heat:
         """Read `path` if it is a heat file of the checkpoint `identity`, else start cold."""
         heat = cls(layers, experts, identity)
         try:
-            state = json.loads(path.read_text())
+            state = json.loads(read_small(path, MAX_BYTES))
             counts = np.array(state["counts"], np.uint64)
             if state["format"] != FORMAT or state["identity"] != identity or counts.shape != heat.counts.shape:
                 raise ValueError("it belongs to another checkpoint or version")
         except FileNotFoundError:
             return heat
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        except (MoetierError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             logger.warning("heat file %s is not used (%s); starting cold, it is replaced at the next save", path, error)
             return heat
         heat.counts = counts
@@ -62,5 +66,5 @@ class Heat:
             return
         state = {"format": FORMAT, "identity": self._identity, "counts": counts.tolist()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, json.dumps(state).encode())
+        write_durably(path, json.dumps(state).encode(), f".{os.getpid()}")  # servers may share a store
         self._saved = counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,9 +50,35 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Create or replace a file so that after a crash it is there whole or not at all."""
-    aside = path.with_name(path.name + ".tmp")
+def open_to_read(path: Path, flags: int = 0) -> int:
+    """A file descriptor; StoreError where there is none to be had."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read: {error.strerror}; check its permissions, the disk and the limit on open files"
+        ) from error
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """The bytes of a regular file of at most `most`; StoreError if it is another thing, OSError if it cannot be read.
+
+    A pipe in its place is not waited for, and a huge file not taken into memory.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            found = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "something else"
+            raise StoreError(f"{path}: expected a regular file of at most {most} bytes, found {found}")
+        return file.read(most + 1)
+
+
+def write_durably(path: Path, data: bytes, mark: str = "") -> None:
+    """Create or replace a file so that after a crash it is there whole or not at all.
+
+    mark tells apart the writers of one file where no lock does.
+    """
+    aside = path.with_name(f"{path.name}{mark}.tmp")
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         write_all(fd, memoryview(data), 0)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moetier.errors import MoetierError, StoreError
 from moetier.formats import Family, LayerGeometry
+from moetier.store.files import read_small
 
 FORMAT = 1
 CONTRACT = "int8x"
@@ -122,9 +123,7 @@ class Manifest(Sealed):
         """Read and check the store.json of a store's folder."""
         path = folder / FILE
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise StoreError(f"{path}: expected at most {MAX_BYTES} bytes; {_REBUILD}")
-            body = json.loads(path.read_bytes())
+            body = json.loads(read_small(path, MAX_BYTES))
         except FileNotFoundError as error:
             raise StoreError(
                 f"{folder} is no store: expected {FILE} in it, found none; "

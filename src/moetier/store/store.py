@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from moetier.errors import RecordReadError, StoreError
 from moetier.formats import RecordLayout
+from moetier.store.files import open_to_read, read_small
 from moetier.store.manifest import Manifest
 from moetier.store.shards import pread_into
 
@@ -124,13 +125,13 @@ class Store:
     def _file(self, layer: int) -> int:
         with self._lock:
             if layer not in self._files:
-                self._files[layer] = os.open(self.record_file(layer), os.O_RDONLY | os.O_CLOEXEC)
+                self._files[layer] = open_to_read(self.record_file(layer))
             return self._files[layer]
 
     def _read_sums(self, index: int) -> NDArray[np.uint64]:
         entry = self.manifest.layers[index]
         try:
-            raw = (self.path / entry.sums).read_bytes()
+            raw = read_small(self.path / entry.sums, 8 * self.manifest.geometry.experts)
         except OSError as error:
             raise StoreError(
                 f"{self.path / entry.sums} cannot be read: {error.strerror}; build the store again"

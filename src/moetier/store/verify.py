@@ -13,6 +13,7 @@ import numpy as np
 
 from moetier.errors import RecordReadError, StoreError
 from moetier.store.checkpoint import Checkpoint
+from moetier.store.files import open_to_read
 from moetier.store.store import Store
 from moetier.store.work import Meter, Report, default_threads, for_each
 
@@ -97,7 +98,7 @@ def _check_origin(path: Path, checkpoint: Checkpoint) -> None:
 
 def _forget_pages(path: Path) -> None:
     """Drop the file from the page cache, so that the disk is read."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = open_to_read(path)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
