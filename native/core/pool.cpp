@@ -86,6 +86,13 @@ struct ThreadPool::State {
     ticket.wait(seen, std::memory_order_acquire);
   }
 
+  void end() {
+    stop.store(true, std::memory_order_release);
+    ticket.fetch_add(1, std::memory_order_release);
+    ticket.notify_all();
+    for (std::thread &worker : workers) worker.join();
+  }
+
   void work(int index) {
     std::uint32_t seen = 0;
     while (true) {
@@ -107,11 +114,16 @@ ThreadPool::ThreadPool(int threads, std::vector<int> cpus)
       state_(std::make_unique<State>()) {
   State &state = *state_;
   state.workers.reserve(static_cast<std::size_t>(threads_ - 1));
-  for (int index = 1; index < threads_; ++index) {
-    state.workers.emplace_back([&state, index, cpus] {
-      allow_cpus(cpus);
-      state.work(index);
-    });
+  try {
+    for (int index = 1; index < threads_; ++index) {
+      state.workers.emplace_back([&state, index, cpus] {
+        allow_cpus(cpus);
+        state.work(index);
+      });
+    }
+  } catch (...) { // the system gives no more threads: end those that there are, a joinable one would end the process
+    state.end();
+    throw;
   }
 }
 
@@ -120,10 +132,7 @@ ThreadPool::~ThreadPool() {
     (void)state_.release(); // the threads are another process's; nothing here can join them
     return;
   }
-  state_->stop.store(true, std::memory_order_release);
-  state_->ticket.fetch_add(1, std::memory_order_release);
-  state_->ticket.notify_all();
-  for (std::thread &worker : state_->workers) worker.join();
+  state_->end();
 }
 
 bool ThreadPool::usable() const {

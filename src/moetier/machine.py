@@ -11,6 +11,8 @@ from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 SELF_CGROUP = Path("/proc/self/cgroup")
+MAX_THREADS = 4096
+"""More than any machine has CPUs."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moetier.errors import SettingsError
+from moetier.machine import MAX_THREADS
 
 
 class Settings(BaseModel):
@@ -26,12 +27,14 @@ class Settings(BaseModel):
     staging_records: int = Field(
         8, ge=1, description="records of DRAM that all layers share for experts that are read and not kept"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads that compute experts (default: the CPUs allowed)")
+    threads: int | None = Field(
+        None, ge=1, le=MAX_THREADS, description="CPU threads that compute experts (default: the CPUs allowed)"
+    )
     cpus: tuple[int, ...] | None = Field(None, description="CPUs that these threads may use (default: those allowed)")
     isa: str | None = Field(None, description="instruction set of the CPU kernels (default: the best there is)")
     disk_threads: int = Field(8, ge=1, le=256, description="reads from the store that may be under way at once")
     heat_file: Path | None = Field(None, description="where heat is kept (default: heat.json beside the store's files)")
-    heat_save_seconds: float = Field(60.0, gt=0, description="seconds between saves of heat")
+    heat_save_seconds: float = Field(60.0, gt=0, le=1e9, description="seconds between saves of heat")
     record_calls: Path | None = Field(
         None, description="write every layer call (inputs and output bits) to this new folder, for identity --replay"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,40 @@ def test_replay_of_nothing(store: Path, tmp_path: Path) -> None:
     assert "expected *.calls files of a recording, found none" in error
 
 
+def _zeros(layer: int, tokens: int, hidden: int, top_k: int) -> tuple[Any, ...]:
+    import numpy as np
+
+    routed = (np.zeros((tokens, top_k), np.int32), np.zeros((tokens, top_k), np.float32))
+    return np.int64(layer), np.zeros((tokens, hidden), np.uint16), *routed, np.zeros((tokens, hidden), np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "tail", "message"),
+    [
+        ((), b"garbage, not an array", "to the end of the file"),
+        ((), b"", "expected at least one whole recorded call"),
+        (_zeros(0, 2, 64, 3)[:4], b"", "expected at least one whole recorded call"),
+        (_zeros(0, 2, 64, 3), b"garbage, not an array", "to the end of the file"),
+        (_zeros(7, 2, 64, 3), b"", "does not fit"),
+        (_zeros(-1, 2, 64, 3), b"", "does not fit"),
+        (_zeros(0, 2, 96, 3), b"", "does not fit"),
+        (_zeros(0, 2, 64, 2), b"", "does not fit"),
+    ],
+    ids=["garbage", "empty", "cut", "garbage-after", "layer", "layer-negative", "hidden", "top-k"],
+)
+def test_replay_of_what_is_no_recording_of_the_store(
+    store: Path, tmp_path: Path, arrays: tuple[Any, ...], tail: bytes, message: str
+) -> None:
+    """A check that compared nothing must not pass."""
+    import numpy as np
+
+    with (tmp_path / "1.calls").open("wb") as file:
+        for array in arrays:
+            np.save(file, array)
+        file.write(tail)
+    assert message in run("identity", "--store", store, "--replay", tmp_path, code=2)
+
+
 def test_bench_kernel() -> None:
     report = run_json("bench", "kernel", "--shape", "256,64,8,2", "--threads", "1", "-M", "1", "-M", "4")
     assert [row["M"] for row in report["rows"]] == [1, 4]
@@ -106,11 +141,30 @@ def test_bench_kernel() -> None:
         (("bench", "kernel", "--isa", "sse2"), "sse2"),
         (("identity", "--store", "/nowhere"), "/nowhere"),
         (("store", "info", "/nowhere"), "/nowhere"),
+        (("serve", "x" * 300, "--store", "s"), "File name too long"),
+        (("bench", "kernel", "--shape", "32,32,1,1", "-M", "1", "--threads", "100000"), "expected 1 to 4096"),
+        (("serve", "/nowhere", "--store", "s", "--set", "cpus=" + "[" * 50_000), "cpus"),
+        (("serve", "/nowhere", "--store", "s", "--set", "heat_save_seconds=Infinity"), "heat_save_seconds"),
     ],
-    ids=["shape", "isa", "identity", "info"],
+    ids=["shape", "isa", "identity", "info", "long-name", "threads", "deep-setting", "endless-setting"],
 )
 def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     error = run(*arguments, code=2)
     assert error.startswith("moetier: error: ")
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_a_name_that_the_locale_cannot_write_stops_no_command(store: Path, tmp_path: Path) -> None:
+    named = tmp_path / "stör"
+    named.symlink_to(store)
+    done = subprocess.run(
+        [COMMAND, "store", "verify", str(named)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "st\\xf6r" in done.stdout

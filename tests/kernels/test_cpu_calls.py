@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -420,3 +422,25 @@ def test_the_callers_float_state_is_kept(layer, step):
     finally:
         torch.set_flush_denormal(False)
     assert_same_bits(found, expected(layer, *step, Family()))
+
+
+STARTS = """
+import resource
+from moetier.errors import SettingsError
+from moetier.kernels.cpu import ThreadPool
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+try:
+    ThreadPool(256)
+except SettingsError as error:
+    print(error)
+print(ThreadPool(2).threads)
+"""
+
+
+def test_threads_that_cannot_be_had_are_an_error():
+    """It ended the process once: a thread that was started must be joined before the error leaves."""
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "expected to start 256 threads" in done.stdout
+    assert done.stdout.endswith("2\n")

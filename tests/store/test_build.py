@@ -250,3 +250,19 @@ def test_no_temporary_file_is_left_behind(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*") if path.name != "s") == [
         f"layer-0000{n}.{kind}" for n in (1, 2) for kind in ("records", "sums")
     ] + ["store.json"]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "empty"])
+def test_a_link_in_the_place_of_the_store_is_refused_before_anything_is_built(tmp_path, target):
+    """A folder cannot be renamed to a link: that must not come out after hours of building."""
+    made = write_checkpoint(tmp_path / "c")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "s").symlink_to(tmp_path / target)
+    with pytest.raises(StoreError, match="is a link that leads to no store"):
+        build_store(made.path, tmp_path / "s")
+    assert not (tmp_path / "s.partial").exists()
+
+
+def test_the_root_is_no_name_for_a_store(tmp_path):
+    with pytest.raises(StoreError, match="found the root"):
+        build_store(write_checkpoint(tmp_path / "c").path, "/")

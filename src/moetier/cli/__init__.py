@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
@@ -27,8 +28,18 @@ app.command("version")(version.version)
 
 def main() -> None:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the locale cannot write stops no command
     try:
         app()
     except MoetierError as error:
         print(f"moetier: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(
+            f"moetier: error: {error.filename}: {error.strerror}; check the name, its permissions and the disk",
+            file=sys.stderr,
+        )
+        sys.exit(MoetierError.exit_code)

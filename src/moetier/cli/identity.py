@@ -21,7 +21,7 @@ from moetier.store.store import Store
 def identity(
     store: Annotated[Path, typer.Option("--store", help="Folder of an expert store.")],
     calls: Annotated[int, typer.Option(min=1, help="Random layer calls, each through every path.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Seed of the random calls.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random calls.")] = 0,
     replay: Annotated[
         Path | None, typer.Option(help="Instead: recorded calls (setting record_calls) against all-DRAM.")
     ] = None,

@@ -135,7 +135,7 @@ def _assignments(pairs: list[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"expected NAME=VALUE, found {pair!r}", param_hint="--set")
         try:
             values[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[name] = value
     return values
 

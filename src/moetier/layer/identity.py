@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.errors import SettingsError
 from moetier.formats import LayerGeometry
 from moetier.kernels import oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
@@ -131,6 +132,7 @@ def check_recorded(
     paths = Paths(store, (1,), available_isas()[:1], largest)
     try:
         for call in recorded:
+            _check_fits(call, store)
             if call.layer not in by_layer:
                 by_layer[call.layer] = next(iter(paths.of_layer(call.layer).values()))
             _count(report, call, store, 1)
@@ -140,6 +142,19 @@ def check_recorded(
     finally:
         paths.close()
     return report
+
+
+def _check_fits(call: Call, store: Store) -> None:
+    """SettingsError where a recorded call is not one of this store's layers."""
+    geometry, layers = store.manifest.layer_geometry, len(store.manifest.layers)
+    tokens = call.x.shape[0]
+    expected = (tokens, geometry.hidden), (tokens, geometry.top_k), (tokens, geometry.top_k), (tokens, geometry.hidden)
+    found = call.x.shape, call.ids.shape, call.weights.shape, call.out.shape
+    if found != expected or not 0 <= call.layer < layers:
+        raise SettingsError(
+            f"a recorded call does not fit {store.path}: expected a layer below {layers} and shapes {expected}, found "
+            f"layer {call.layer} and {found}; name the store that it was recorded with"
+        )
 
 
 def random_calls(store: Store, layer: int, generator: np.random.Generator) -> Iterator[Call]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from moetier.errors import SettingsError
 
 SUFFIX = ".calls"
+MAGIC = 6
+"""Bytes with which every array starts."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,33 @@ class Recorder:
 
 
 def read_calls(folder: Path) -> Iterator[Call]:
-    """Every call recorded in `folder`; SettingsError if there is none. A call cut off by a kill is left out."""
+    """Every call recorded in `folder`; SettingsError if there is none, or what is there is no recording.
+
+    A call cut off by a kill is left out.
+    """
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         raise SettingsError(f"{folder}: expected *{SUFFIX} files of a recording, found none")
+    none = True
     for path in files:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             while True:
                 try:
                     layer, x, ids, weights, out = (np.load(file) for _ in range(5))
-                except (EOFError, ValueError):
+                except (EOFError, ValueError) as error:
+                    if len(file.read(MAGIC)) == MAGIC:  # a call that was cut off ends with the file
+                        raise SettingsError(
+                            f"{path}: expected recorded calls to the end of the file, found {error}"
+                        ) from error
                     break
+                none = False
                 yield Call(int(layer), x, ids, weights, out)
+    if none:
+        raise SettingsError(f"{folder}: expected at least one whole recorded call, found none; record again")
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise SettingsError(f"{path}: expected a file of recorded calls, found: {error.strerror}") from error

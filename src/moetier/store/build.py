@@ -116,6 +116,8 @@ class _Build:
     def __init__(self, checkpoint: Checkpoint, out: Path, slices: int, deep: bool, threads: int) -> None:
         self.checkpoint = checkpoint
         self.out = out
+        if not out.name:
+            raise StoreError(f"{out}: expected the name of a new folder, found the root; choose another OUT")
         self.partial = out.with_name(out.name + PARTIAL)
         self.geometry = replace(checkpoint.geometry, slices=slices)
         self.layout = RecordLayout.of(self.geometry)
@@ -127,6 +129,11 @@ class _Build:
 
     def existing(self) -> Manifest | None:
         """The manifest of a whole store at OUT that is the one to build; None if OUT is free; else StoreError."""
+        if self.out.is_symlink() and not (self.out / fmt.FILE).exists():
+            raise StoreError(
+                f"{self.out} is a link that leads to no store: expected a free name; name the folder itself, or "
+                "remove the link"
+            )
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return None
         remedy = "choose another OUT, or remove that folder yourself"

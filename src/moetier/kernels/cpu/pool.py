@@ -30,9 +30,14 @@ class ThreadPool:
                 f"its own are {list(machine.allowed_cpus())}; name some of those"
             )
         count = machine.default_threads(chosen) if threads is None else threads
-        if count < 1:
-            raise SettingsError(f"{count} threads: at least 1 is needed")
-        self._native: _native.Pool | None = _native.Pool(count, list(chosen))
+        if not 1 <= count <= machine.MAX_THREADS:
+            raise SettingsError(f"threads: expected 1 to {machine.MAX_THREADS}, found {count}")
+        try:
+            self._native: _native.Pool | None = _native.Pool(count, list(chosen))
+        except RuntimeError as error:
+            raise SettingsError(
+                f"expected to start {count} threads, found: {error}; set threads lower, or raise the limit on processes"
+            ) from error
         self.threads = count
         self.cpus = chosen
 
