@@ -97,6 +97,7 @@ class Kernel:
         from cuda.bindings import driver
 
         self._driver, self._function, self.threads, self.shared_bytes = driver, function, threads, shared_bytes
+        self._early_start = torch.cuda.get_device_capability() >= (9, 0)  # older devices know no dependent launches
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"asking for {shared_bytes} B shared memory")
 
@@ -117,11 +118,10 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
         config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        attribute = driver.CUlaunchAttribute()
-        if dependent:
+        if dependent and self._early_start:
+            attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-        if dependent:
             config.attrs, config.numAttrs = [attribute], 1
         values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in arguments)
         types = tuple(ctypes.c_int64 if isinstance(a, int) else ctypes.c_void_p for a in arguments)

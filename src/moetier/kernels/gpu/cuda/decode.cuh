@@ -39,7 +39,11 @@ template <int TILES, int BLOCKS, int DEPTH> struct Ring {
       for (int i = 0; i < BLOCKS * 16; i += 32)
         if (BLOCKS % 2 == 0 || i + lane < BLOCKS * 16)
           copy16(stage + t * BLOCKS * 256 + (i + lane) * 16, weights.codes[t] + block * 256 + (i + lane) * 16);
-      if (lane / BLOCKS == t) copy16(stage + Layout::codes + lane * 16, weights.scales[t] + (block + lane % BLOCKS) * 16);
+      const u8 *scales = weights.scales[t];
+#if __CUDA_ARCH__ >= 1000
+      asm("" : "+l"(scales));  // else the compiler puts the pointers into local memory, to pick one by index
+#endif
+      if (lane / BLOCKS == t) copy16(stage + Layout::codes + lane * 16, scales + (block + lane % BLOCKS) * 16);
     }
   }
   __device__ __forceinline__ void filled() { fill_at = fill_at + 1 == DEPTH ? 0 : fill_at + 1; }
