@@ -145,8 +145,14 @@ def test_bench_kernel() -> None:
         (("bench", "kernel", "--shape", "32,32,1,1", "-M", "1", "--threads", "100000"), "expected 1 to 4096"),
         (("serve", "/nowhere", "--store", "s", "--set", "cpus=" + "[" * 50_000), "cpus"),
         (("serve", "/nowhere", "--store", "s", "--set", "heat_save_seconds=Infinity"), "heat_save_seconds"),
+        (("serve", "/nowhere", "--store", "s", "--set", "isa=sse2"), "isa='sse2'"),
+        (("serve", "/nowhere", "--store", "s", "--set", "cpus=[999999]"), "may not use [999999]"),
+        (("serve", "/nowhere", "--store", "s", "--api-key", "schlüssel"), "expected printable ASCII"),
     ],
-    ids=["shape", "isa", "identity", "info", "long-name", "threads", "deep-setting", "endless-setting"],
+    ids=[
+        *("shape", "isa", "identity", "info", "long-name", "threads", "deep-setting", "endless-setting"),
+        *("serve-isa", "serve-cpus", "serve-key"),
+    ],
 )
 def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     error = run(*arguments, code=2)
@@ -168,3 +174,10 @@ def test_a_name_that_the_locale_cannot_write_stops_no_command(store: Path, tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert "st\\xf6r" in done.stdout
+
+
+def test_a_host_that_is_no_name_is_a_clear_error(store: Path) -> None:
+    model, port = store.with_name("model"), "--port=1"
+    error = run("serve", model, "--store", store, "--host", "ü..x", "--api-key", "k", port, code=2)
+    assert "cannot listen on ü..x:1" in error
+    assert "less than or equal" in run("serve", model, "--store", store, "--kv-cache-gib", "inf", port, code=2)

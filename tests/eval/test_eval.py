@@ -52,8 +52,10 @@ def test_all_sets_is_the_default() -> None:
         ('{"id": 1, "messages": [], "enable_thinking": false}', "'expected'"),
         ('{"id": 0, "messages": [], "enable_thinking": false, "expected": ""}', "occurs twice"),
         ('{"id": 1, "messages": [], "expected": ""}', "'enable_thinking'"),
+        ("[" * 50_000, "RecursionError"),
+        ('{"id": 1e999, "text": ""}', "OverflowError"),
     ],
-    ids=["cut", "no-object", "nothing-expected", "id-twice", "no-thinking"],
+    ids=["cut", "no-object", "nothing-expected", "id-twice", "no-thinking", "deep", "infinite-id"],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -129,7 +131,15 @@ def test_report_comes_back_from_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"format": 2}', '{"format": 1, "results": []}', '{"format":1,"tasks":[],"texts":[],"results":[{}]}'],
+    [
+        "",
+        "[]",
+        '{"format": 2}',
+        '{"format": 1, "results": []}',
+        '{"format":1,"tasks":[],"texts":[],"results":[{}]}',
+        "[" * 50_000,
+    ],
+    ids=["empty", "list", "format", "no-tasks", "empty-result", "deep"],
 )
 def test_what_is_no_result_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_text(text)

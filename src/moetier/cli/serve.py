@@ -18,6 +18,8 @@ from rich.text import Text
 from moetier import machine
 from moetier.cli.store import progress_bar
 from moetier.errors import StoreError
+from moetier.kernels.cpu import ThreadPool
+from moetier.kernels.cpu.isa import choose_isa
 from moetier.layer.fit import ENGINE_BYTES, GIB, records_that_fit
 from moetier.serve import launcher
 from moetier.serve.command import (
@@ -51,7 +53,7 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")] = None,
-    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="GiB of KV cache, on the CPU.")] = 1.0,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.01, max=1e6, help="GiB of KV cache, on the CPU.")] = 1.0,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after Ctrl-C.")] = 30,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
@@ -81,6 +83,8 @@ def serve(
         extra=tuple(context.args),
     )
     check_reachable_only_with_key(request)
+    choose_isa(settings.isa)
+    ThreadPool(settings.threads, settings.cpus).close()
     launcher.vllm_distribution()
     checkpoint = Checkpoint.open(model)
     launcher.check_port(host, port)

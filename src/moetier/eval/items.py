@@ -65,7 +65,7 @@ def load_set(path: Path) -> list[Item | Text]:
     for number, line in enumerate(lines, 1):
         try:
             items.append(_item(path.stem, json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise EvalError(
                 f"{path}, line {number}: expected an object with id and either text, or messages, enable_thinking and "
                 f"one of expected and (with tools) expected_call; found {type(error).__name__}: {error}"

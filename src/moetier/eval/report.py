@@ -133,7 +133,7 @@ class Report:
                 raise ValueError(f"expected format {FORMAT}")
             del state["tasks"], state["texts"]
             results = tuple(Result(**result) for result in state.pop("results"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise EvalError(
                 f"{path}: expected a result file of `moetier eval --out`, found {type(error).__name__}: {error}"
             ) from error

@@ -110,4 +110,7 @@ def example(request: ServeRequest) -> str:
 
 def api_key_of(option: str | None) -> str | None:
     """The API key: the option, else VLLM_API_KEY."""
-    return option or os.environ.get("VLLM_API_KEY") or None
+    key = option or os.environ.get("VLLM_API_KEY") or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise SettingsError("the API key: expected printable ASCII, which a header can carry; choose another key")
+    return key

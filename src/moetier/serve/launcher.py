@@ -59,9 +59,10 @@ def check_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
+        except (OSError, TypeError, UnicodeError) as error:  # a name that cannot be encoded is no OSError
+            reason = error.strerror if isinstance(error, OSError) else str(error)
             raise SettingsError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port or --host"
+                f"cannot listen on {host}:{port} ({reason}); choose another with --port or --host"
             ) from error
 
 
