@@ -161,3 +161,14 @@ def test_nothing_is_deleted_when_a_record_is_bad_or_the_copy_is_not_there(made, 
     with pytest.raises(StoreError, match="1 bad records: build it again; nothing was deleted"):
         delete_source_of(made.path, tmp_path / "s", tmp_path / "t")
     Checkpoint.open(made.path).read_expert(0, 0)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "interrupted"])
+def test_a_store_in_the_checkpoint_is_not_copied(tmp_path, whole):
+    made = write_checkpoint(tmp_path / "c")
+    build_store(made.path, made.path / "store")
+    if not whole:
+        (made.path / "store" / "store.json").unlink()
+    trim_checkpoint(Checkpoint.open(made.path), tmp_path / "t")
+    assert (tmp_path / "t" / "config.json").exists()
+    assert not (tmp_path / "t" / "store").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moetier.errors import CheckpointError, StoreError
+from moetier.store import manifest
 from moetier.store import origin as note
 from moetier.store.checkpoint import Checkpoint, identity_of
 from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
@@ -146,9 +147,11 @@ def _compare(shards: Shards, shard: Shard, written: Path) -> None:
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
-    """Config, tokenizer, templates and code: all that is not weights."""
+    """Config, tokenizer, templates and code: all that is not weights. A store that lies in it stays there."""
+    marks = (*source.rglob(manifest.FILE), *source.rglob("*.records"))
+    stores = {mark.parent for mark in marks} - {source}
     for path in sorted(source.rglob("*")):
-        if path.is_file() and not path.name.endswith(WEIGHTS):
+        if path.is_file() and path.parent not in stores and not path.name.endswith(WEIGHTS):
             target = folder / path.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
