@@ -35,7 +35,7 @@ class TieredModel:
     def __init__(
         self, settings: Settings, store: Store, records: int, max_tokens: int, checkpoint: Checkpoint | None = None
     ) -> None:
-        """records: records per layer in DRAM; max_tokens: the most tokens of one call; checkpoint: heals bad records."""
+        """records: records per layer in DRAM; max_tokens: the most tokens of a call; checkpoint: heals bad records."""
         geometry, family = store.manifest.layer_geometry, store.manifest.layer_family
         self.settings = settings
         self.store = store
