@@ -323,6 +323,13 @@ def test_log_of_something_else_is_refused(tmp_path: Path, line: str, about: dict
         ResultLog(path, about)
 
 
+def test_log_with_an_item_twice_is_refused(tmp_path: Path) -> None:
+    for log in [ResultLog(tmp_path / "v.jsonl", {"model": "m"}) for _ in range(2)]:
+        log.add(Result("copy", 0, "d", False))
+    with pytest.raises(EvalError, match="two runs wrote at once"):
+        ResultLog(tmp_path / "v.jsonl")
+
+
 def test_log_refuses_another_question(tmp_path: Path) -> None:
     log = ResultLog(tmp_path / "v.jsonl", {})
     log.add(Result("copy", 0, "another", False))
