@@ -62,3 +62,20 @@ def test_settings_travel_as_json() -> None:
     settings = Settings.parse({"store": "/s", "dram_records": "25%", "cpus": [0, 1]})
     assert Settings.parse(settings.model_dump(mode="json", exclude_none=True)) == settings
     assert settings.heat_path == Path("/s/heat.json")
+
+
+@pytest.mark.parametrize("key", ["dram_records", "threads", "staging_records", "disk_threads"])
+def test_true_is_no_number(key: str) -> None:
+    with pytest.raises(SettingsError, match=f"'{key}'.*found true or false"):
+        Settings.parse({"store": "s", key: True})
+
+
+def test_cpus_are_numbers() -> None:
+    with pytest.raises(SettingsError, match=r"'cpus'.*found true or false"):
+        Settings.parse({"store": "s", "cpus": [0, True]})
+
+
+@pytest.mark.parametrize("key", ["store", "heat_file", "record_calls"])
+def test_empty_path(key: str) -> None:
+    with pytest.raises(SettingsError, match=f"'{key}'.*found an empty one"):
+        Settings.parse({"store": "s", key: ""})

@@ -42,6 +42,21 @@ class Settings(BaseModel):
         None, description="where the reason is written if the engine must stop (`moetier serve` sets and shows it)"
     )
 
+    @field_validator("dram_records", "threads", "cpus", "staging_records", "disk_threads", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: Any) -> Any:
+        """Python counts true as 1; a person who writes it means something else."""
+        if any(isinstance(part, bool) for part in (value if isinstance(value, list | tuple) else [value])):
+            raise ValueError("expected a number, found true or false")
+        return value
+
+    @field_validator("heat_file", "record_calls", "failure_file", "store", mode="before")
+    @classmethod
+    def _no_empty_path(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError("expected a path, found an empty one")
+        return value
+
     @field_validator("dram_records")
     @classmethod
     def _records(cls, value: int | str) -> int | str:

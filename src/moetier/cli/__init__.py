@@ -28,6 +28,8 @@ app.command("version")(version.version)
 
 def main() -> None:
     """Entry point of the console script."""
+    if sys.stdout is None:
+        sys.exit("moetier: error: standard output is closed: what was asked for would be lost")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the locale cannot write stops no command
     try:

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moetier.errors import StoreError
 from moetier.eval import EvalError
+from moetier.store.files import read_small
+
+MAX_BYTES = 1 << 30
+"""More than any evaluation set or result file needs."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ def load_set(path: Path) -> list[Item | Text]:
     """Items of one file, in its order; the set's name is the file's."""
     items: list[Item | Text] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_small(path, MAX_BYTES).decode().splitlines()
+    except (OSError, StoreError, UnicodeDecodeError) as error:
         raise EvalError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         try:

@@ -9,12 +9,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from moetier.errors import StoreError
 from moetier.eval import EvalError
+from moetier.eval.items import MAX_BYTES
+from moetier.store.files import read_small
 
 FORMAT = 1
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Result:
     """One item's outcome. skipped: the prompt does not fit the model; it counts nowhere.
 
@@ -35,6 +41,9 @@ class Result:
     """Of a text: minus the log of its likelihood. None: a question."""
     bytes: int = 0
     """Of a text, in UTF-8."""
+
+
+_RESULTS = TypeAdapter(tuple[Result, ...])
 
 
 @dataclass(frozen=True)
@@ -128,12 +137,12 @@ class Report:
     def load(cls, path: Path) -> Report:
         """Read a file of `save`; EvalError if it is none."""
         try:
-            state = json.loads(path.read_text())
+            state = json.loads(read_small(path, MAX_BYTES))
             if state.pop("format") != FORMAT:
                 raise ValueError(f"expected format {FORMAT}")
             del state["tasks"], state["texts"]
-            results = tuple(Result(**result) for result in state.pop("results"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            results = _RESULTS.validate_python(state.pop("results"))
+        except (OSError, StoreError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise EvalError(
                 f"{path}: expected a result file of `moetier eval --out`, found {type(error).__name__}: {error}"
             ) from error

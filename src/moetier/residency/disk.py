@@ -86,6 +86,8 @@ class DiskReader:
 
     def read(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
         """Read a record and check it; RecordReadError if it is wrong on every attempt and cannot be healed."""
+        if not self._files:
+            raise RuntimeError("the disk reader is closed")
         problem = ""
         for attempt in range(ATTEMPTS):
             if attempt:
