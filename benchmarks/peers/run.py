@@ -26,7 +26,9 @@ ROUNDS = 9
 MOST_TRIES = 27
 QUIET_SHARE = 0.05
 """CPU time of other processes, as a share of all CPUs' time in a round, up to which the round counts."""
-SETTLE_SECONDS = 0.01
+SETTLE_SECONDS = 0.3
+"""Between two contestants. The threads of llama.cpp go on polling after a call: with 0.01 s they took half of the next
+contestant's time on 2 CPUs, whoever that was."""
 
 
 def contestants(geometry: LayerGeometry, threads: int, cache: Path) -> dict[str, Callable[[], Peer]]:
