@@ -34,8 +34,11 @@ setup:
 	@tools/setup.sh
 
 ## serve      set up, then serve the bundled model on 127.0.0.1:8000 with a quarter of its experts in DRAM
+# Job control (set -m) gives Ctrl-C to the server alone, so that make sees it drain and exit with 0; if make itself is
+# ended, the server is told (setpriv, of util-linux).
 serve: setup
-	@VLLM_ENFORCE_STRICT_TOOL_CALLING=0 exec $(BIN)/moetier serve $(SERVE) $(ARGS) -- $(SERVE_VLLM)
+	@set -m; VLLM_ENFORCE_STRICT_TOOL_CALLING=0 setpriv --pdeathsig TERM \
+	  $(BIN)/moetier serve $(SERVE) $(ARGS) -- $(SERVE_VLLM); exit $$?
 
 ## test       set up, then run every test
 test: setup
