@@ -12,7 +12,7 @@
 PYTHON ?= python3
 VLLM ?=
 TORCH ?= torch==2.13.0+cpu
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 SERVE ?= models/nano-mxfp4 --store stores/nano --build-store --dram-records 25% --port 8000
 SERVE_VLLM ?= --enable-auto-tool-choice --tool-call-parser glm45 --reasoning-parser glm45
 SANITIZE ?= address,undefined thread

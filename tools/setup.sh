@@ -53,9 +53,16 @@ build_key() {
 }
 
 # The CPU build of torch carries a local version (+cpu), which PyPI does not host: take it from wherever pip is
-# configured to look, else from PyTorch's own index.
+# configured to look, else from the index that TORCH_INDEX names, else the same version as PyPI has it.
 install_torch() {
-  pip install -q --no-deps "$TORCH" 2>/dev/null || pip install -q --no-deps --index-url "$TORCH_INDEX" "$TORCH"
+  if pip install -q --no-deps "$TORCH" 2>/dev/null; then return; fi
+  if [ -n "$TORCH_INDEX" ]; then
+    pip install -q --no-deps --index-url "$TORCH_INDEX" "$TORCH"
+    return
+  fi
+  say "pip does not find $TORCH; taking ${TORCH%+*}, which may carry CUDA and several GB. For the CPU build give the address" \
+    "of PyTorch's CPU wheels (its install page names it for pip): make setup TORCH_INDEX=..."
+  pip install -q "${TORCH%+*}"
 }
 
 make_packages() {
