@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from types import TracebackType
 
 from moetier.kernels.cpu import CpuExperts, ThreadPool
@@ -18,15 +17,6 @@ from moetier.store.heal import Healer
 from moetier.store.store import Store
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Records and bytes of one tier, for the table that is printed at start."""
-
-    tier: str
-    records: int
-    bytes: int
 
 
 class TieredModel:
@@ -66,13 +56,6 @@ class TieredModel:
             layer.preload(self.records)
             self._attached[index] = layer
         return self._attached[index]
-
-    def placement(self) -> list[Placement]:
-        """What of the attached layers lives where."""
-        stride, experts = self.store.layout.stride, self.store.manifest.layer_geometry.experts
-        in_dram = sum(layer.tier.resident.size for layer in self._attached.values())
-        on_disk = experts * len(self._attached) - in_dram
-        return [Placement("DRAM", in_dram, in_dram * stride), Placement("disk", on_disk, on_disk * stride)]
 
     def save_heat(self) -> None:
         """Write heat; a disk that does not take it costs a warning, never the service."""

@@ -88,20 +88,20 @@ class TieredLayer:
     def preload(self, number: int) -> None:
         """Read the `number` hottest experts into free slots."""
         nothing_pinned = np.zeros(self.tier.addresses.size, np.bool_)
-        reads = []
-        for expert in self._heat.hottest(self.index, min(number, self.tier.slots)):
-            slot = self.tier.take(nothing_pinned)
-            assert slot is not None
-            future = self._reader.submit(self.index, int(expert), self.tier.arena.view(slot))
-            reads.append((int(expert), Read(future, slot, False, 0)))
-        wait([read.future for _, read in reads])
-        for expert, read in reads:
-            if read.future.exception() is None:
-                self.tier.publish(expert, read.slot)
-            else:
-                self.tier.give_back(read.slot)
-        for _, read in reads:
-            read.future.result()
+        reads: dict[int, Read] = {}
+        try:
+            for expert in map(int, self._heat.hottest(self.index, min(number, self.tier.slots))):
+                read = self._start_read(expert, nothing_pinned)
+                assert read is not None
+                assert not read.staged, "a layer that is preloaded has free slots"
+                reads[expert] = read
+            for read in reads.values():
+                read.future.result()
+        except BaseException:
+            self._abandon(reads)
+            raise
+        for expert, read in reads.items():
+            self._settle(expert, read)
 
     def _account(self, tokens: int, experts: NDArray[np.int32], pairs: NDArray[np.int32], misses: int) -> None:
         self._heat.add(self.index, experts, pairs)

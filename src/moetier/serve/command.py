@@ -92,10 +92,14 @@ def compute_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     return tuple(cpus) if len(cpus) <= SMALL_MACHINE else tuple(cpus[1:])
 
 
+def url_from_here(request: ServeRequest) -> str:
+    """Where this machine reaches the server, also where it listens on every address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(request.host, request.host)  # noqa: S104 (compared, not bound)
+    return f"http://{f'[{host}]' if ':' in host else host}:{request.port}"
+
+
 def example(request: ServeRequest) -> str:
     """A curl line that the running server answers."""
-    host = "127.0.0.1" if request.host in ("0.0.0.0", "::") else request.host  # noqa: S104 (compared, not bound)
-    host = f"[{host}]" if ":" in host else host
     body = {
         "model": served_name(request),
         "messages": [{"role": "user", "content": "What is 17 + 25?"}],
@@ -103,7 +107,7 @@ def example(request: ServeRequest) -> str:
     }
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if request.api_key else ""
     return (
-        f"curl http://{host}:{request.port}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"curl {url_from_here(request)}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"-d '{json.dumps(body)}'"
     )
 

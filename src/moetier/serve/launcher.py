@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from moetier.errors import MoetierError, SettingsError
-from moetier.serve.command import ServeRequest, arguments, environment
+from moetier.serve.command import ServeRequest, arguments, environment, url_from_here
 from moetier.serve.failure import read_failure
 from moetier.serve.guard import guarded
 
@@ -189,10 +189,8 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _healthy(request: ServeRequest) -> bool:
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(request.host, request.host)  # noqa: S104 (compared, not bound)
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     try:
-        with urllib.request.urlopen(f"http://{host}:{request.port}/health", timeout=2) as answer:
+        with urllib.request.urlopen(f"{url_from_here(request)}/health", timeout=2) as answer:  # noqa: S310 (our own http address)
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
