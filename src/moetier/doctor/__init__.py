@@ -1,0 +1,1 @@
+"""What this machine is, how fast its parts are, and what is wrong with it."""

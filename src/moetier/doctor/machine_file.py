@@ -1,0 +1,46 @@
+"""Reading the file that `moetier doctor --json` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from moetier.doctor.facts import Fact, Machine, Rates
+from moetier.errors import SettingsError
+from moetier.store.files import read_small
+
+LARGEST = 4 << 20
+"""Bytes; a machine's facts are a few KiB."""
+
+T = TypeVar("T", bound=Fact)
+
+
+def read_machine(path: Path) -> Machine:
+    """What `doctor --json` wrote; SettingsError for a file that is none."""
+    return _read(path, Machine, "a machine's facts, as `moetier doctor --json` writes them")
+
+
+def read_rates(path: Path) -> Rates:
+    """The rates of a file: those of a machine's facts, or rates alone; SettingsError for a file that is neither."""
+    try:
+        rates = read_machine(path).rates
+    except SettingsError:
+        return _read(path, Rates, "rates, as `moetier doctor --measure` caches them")
+    if rates is None:
+        raise SettingsError(f"{path}: expected measured rates, found none; write it with doctor --measure --json")
+    return rates
+
+
+def _read(path: Path, kind: type[T], expected: str) -> T:
+    data = read_small(path, LARGEST)
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(
+            f"{path}: expected {expected}, found {where + ': ' if where else ''}{first['msg']}; write it anew with "
+            "`moetier doctor --json`"
+        ) from None
