@@ -17,6 +17,10 @@ std::size_t padded(std::size_t size, std::size_t to) {
   return (size + to - 1) / to * to;
 }
 
+constexpr bool every_expert(std::size_t) {
+  return true;
+}
+
 } // namespace
 
 Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels)
@@ -40,6 +44,7 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
     h_hi_ = arena_.take<std::atomic<std::int8_t>>(pairs * shape.slices);
     acc_ = arena_.take<float>(shape.max_tokens * shape.hidden);
     pair_token_ = arena_.take<std::int32_t>(pairs);
+    pair_place_ = arena_.take<std::int32_t>(pairs);
     pair_weight_ = arena_.take<float>(pairs);
     ids_ = arena_.take<std::int32_t>(shape.experts);
     counts_ = arena_.take<std::int32_t>(shape.experts);
@@ -62,12 +67,15 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
   absent_.reserve(shape.experts);
 }
 
-// Groups the step's pairs by expert; within an expert they stay in the order of tokens, then of the router.
-template <typename Id>
-void Experts::route(const Id *ids, const float *weights, std::size_t tokens) {
+// Groups the step's pairs by expert; within an expert they stay in the order of tokens, then of the router. Experts
+// that are not `held` are none of this step.
+template <typename Id, typename Held>
+void Experts::route(const Id *ids, const float *weights, std::size_t tokens, Held held) {
   std::fill_n(cursor_, shape_.experts, 0);
   const std::size_t pairs = tokens * shape_.top_k;
-  const auto routed = [this](Id id) { return id >= 0 && static_cast<std::uint64_t>(id) < shape_.experts; };
+  const auto routed = [&](Id id) {
+    return id >= 0 && static_cast<std::uint64_t>(id) < shape_.experts && held(static_cast<std::size_t>(id));
+  };
   for (std::size_t p = 0; p < pairs; ++p) {
     if (routed(ids[p])) ++cursor_[ids[p]];
   }
@@ -89,6 +97,7 @@ void Experts::route(const Id *ids, const float *weights, std::size_t tokens) {
     if (!routed(ids[p])) continue;
     const std::int32_t at = cursor_[ids[p]]++;
     pair_token_[at] = static_cast<std::int32_t>(p / shape_.top_k);
+    pair_place_[at] = static_cast<std::int32_t>(p);
     pair_weight_[at] = weights[p];
   }
   for (std::size_t i = 0; i < static_cast<std::size_t>(begin) * shape_.slices; ++i) {
@@ -97,16 +106,18 @@ void Experts::route(const Id *ids, const float *weights, std::size_t tokens) {
   }
 }
 
-void Experts::route(const StepInput &input) {
+template <typename Held>
+void Experts::route(const StepInput &input, Held held) {
   ++step_;
   open_ = false;
+  rows_ = nullptr;
   tokens_ = input.tokens;
   next_down_ = 0;
   bad_rows_ = 0;
   if (input.ids32 != nullptr) {
-    route(input.ids32, input.weights, input.tokens);
+    route(input.ids32, input.weights, input.tokens, held);
   } else {
-    route(input.ids64, input.weights, input.tokens);
+    route(input.ids64, input.weights, input.tokens, held);
   }
 }
 
@@ -123,7 +134,7 @@ void Experts::count_bad_rows() {
 }
 
 void Experts::begin(const StepInput &input) {
-  route(input);
+  route(input, every_expert);
   std::atomic<std::size_t> next_row{0};
   std::atomic<std::size_t> next_strip{0};
   pool_.run([&](int) {
@@ -216,10 +227,23 @@ StepError Experts::look_up(std::span<const std::uint64_t> addresses) {
 }
 
 StepError Experts::forward(const StepInput &input, std::span<const std::uint64_t> addresses, std::uint16_t *out) {
-  route(input);
+  route(input, every_expert);
   const StepError error = look_up(addresses);
-  if (error != StepError::none || !absent_.empty()) return error;
+  if (error == StepError::none && absent_.empty()) whole_step(input, out);
+  return error;
+}
 
+StepError Experts::rows(const StepInput &input, std::span<const std::uint64_t> addresses, float *rows) {
+  route(input, [&](std::size_t expert) { return addresses[expert] != 0; });
+  const StepError error = look_up(addresses);
+  if (error != StepError::none) return error;
+  rows_ = rows;
+  whole_step(input, nullptr);
+  return StepError::none;
+}
+
+// All of a step whose addresses were looked up; `out` is null where rows_ is not.
+void Experts::whole_step(const StepInput &input, std::uint16_t *out) {
   const auto part_of = [&](std::size_t number) {
     const std::size_t index = number / parts_per_expert();
     return gate_up_part(index, routed_address_[index], number % parts_per_expert());
@@ -245,13 +269,12 @@ StepError Experts::forward(const StepInput &input, std::span<const std::uint64_t
     spin_until([&] { return rows_done.load(std::memory_order_acquire) == tokens_; });
     gate_up_parts(next_part, listed_ * parts_per_expert(), part_of, part_done, thread);
     for (Run strips; !(strips = take(next_strip, hidden_strips(), kMostStrips)).empty();) {
-      for (std::size_t strip = strips.begin; strip < strips.end; ++strip) clear_strip(strip);
+      for (std::size_t strip = strips.begin; out != nullptr && strip < strips.end; ++strip) clear_strip(strip);
       down_strips(strips, {0, listed_}, address_of, await_h, thread);
-      for (std::size_t strip = strips.begin; strip < strips.end; ++strip) write_strip(strip, out);
+      for (std::size_t strip = strips.begin; out != nullptr && strip < strips.end; ++strip) write_strip(strip, out);
     }
   });
   count_bad_rows();
-  return StepError::none;
 }
 
 } // namespace moetier

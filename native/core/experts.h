@@ -66,6 +66,12 @@ public:
   StepError forward(const StepInput &input, std::span<const std::uint64_t> addresses, std::uint16_t *out);
   const std::vector<std::int32_t> &absent() const { return absent_; }
 
+  // A whole step that stops before the combination: y of the pair at `position` of `token`, the slices of this rank
+  // already added up and the route weight not yet applied to it, goes to rows[(token * top_k + position) * hidden].
+  // Pairs whose expert has no address here, or an id outside the layer, are skipped: their rows are left alone.
+  // `rows` may be any memory; it is written once, in pieces of 128 bytes, and complete when the call returns.
+  StepError rows(const StepInput &input, std::span<const std::uint64_t> addresses, float *rows);
+
 private:
   static constexpr std::size_t kMostStrips = 4; // that a thread reads in a row: longer runs of memory are faster
   static constexpr ExponentRange kNoBlocks = {kBadRow, -128};
@@ -97,9 +103,10 @@ private:
   };
 
   // Routing and quantization.
-  template <typename Id>
-  void route(const Id *ids, const float *weights, std::size_t tokens);
-  void route(const StepInput &input);
+  template <typename Id, typename Held>
+  void route(const Id *ids, const float *weights, std::size_t tokens, Held held);
+  template <typename Held>
+  void route(const StepInput &input, Held held);
   void quantize_row(const StepInput &input, std::size_t token);
   void count_bad_rows();
 
@@ -114,12 +121,14 @@ private:
   void activate_strip(const Part &part, std::size_t i, Run pairs, Scratch &scratch);
   std::size_t even_rows(std::size_t first, std::size_t count, Scratch &scratch) const;
   void down(const Part &part, const Part &next, Scratch &scratch);
+  void put(std::size_t pair, std::size_t strip, const float *y);
   void down_slice(const Part &part, const Part &next, std::size_t slice, Run pairs, Scratch &scratch);
   void combine_slices(std::size_t count, Scratch &scratch) const;
   template <typename PartOf, typename Done>
   void gate_up_parts(std::atomic<std::size_t> &next, std::size_t total, PartOf part_of, Done done, int thread);
   template <typename AddressOf, typename Await>
   void down_strips(Run strips, Run experts, AddressOf address_of, Await await, int thread);
+  void whole_step(const StepInput &input, std::uint16_t *out);
   void clear_strip(std::size_t strip);
   void write_strip(std::size_t strip, std::uint16_t *out) const;
 
@@ -156,6 +165,7 @@ private:
   std::atomic<std::int8_t> *h_hi_;
   float *acc_;               // [hidden / 32][token][32]
   std::int32_t *pair_token_; // [pair], grouped by expert
+  std::int32_t *pair_place_; // token * top_k + position: its place in ids and weights
   float *pair_weight_;
   std::int32_t *ids_; // [listed]
   std::int32_t *counts_;
@@ -173,6 +183,7 @@ private:
   std::size_t listed_ = 0;
   std::size_t next_down_ = 0;
   std::size_t bad_rows_ = 0;
+  float *rows_ = nullptr; // [place][hidden]; null where the step's answers are combined
 };
 
 } // namespace moetier

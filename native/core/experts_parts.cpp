@@ -166,7 +166,18 @@ void Experts::combine_slices(std::size_t count, Scratch &scratch) const {
   }
 }
 
-// 32 rows of the down projection for every pair of an expert, added to the tokens' sums.
+// 32 values of a pair's answer: added to the token's sums, or into the pair's own row.
+void Experts::put(std::size_t pair, std::size_t strip, const float *y) {
+  if (rows_ != nullptr) {
+    float *row = rows_ + static_cast<std::size_t>(pair_place_[pair]) * shape_.hidden;
+    std::memcpy(row + strip * kStripRows, y, kStripRows * sizeof(float));
+    return;
+  }
+  const float weight = activation_.weighted ? 1.0F : pair_weight_[pair]; // times 1 changes nothing
+  kernels_.accumulate(y, weight, acc(strip, token_of(pair)));
+}
+
+// 32 rows of the down projection for every pair of an expert.
 void Experts::down(const Part &part, const Part &next, Scratch &scratch) {
   const Run pairs = pairs_of(part.index);
   for (std::size_t first = pairs.begin; first < pairs.end; first += kMostRows) {
@@ -174,8 +185,7 @@ void Experts::down(const Part &part, const Part &next, Scratch &scratch) {
     for (std::size_t slice = 0; slice < shape_.slices; ++slice) down_slice(part, next, slice, some, scratch);
     combine_slices(some.end - some.begin, scratch);
     for (std::size_t pair = some.begin; pair < some.end; ++pair) {
-      const float weight = activation_.weighted ? 1.0F : pair_weight_[pair]; // times 1 changes nothing
-      kernels_.accumulate(scratch.y + (pair - first) * kStripRows, weight, acc(part.strip, token_of(pair)));
+      put(pair, part.strip, scratch.y + (pair - first) * kStripRows);
     }
   }
 }

@@ -13,11 +13,13 @@
 
 #include "core/experts.h"
 #include "core/measure.h"
+#include "python/bound_experts.h"
 
 namespace nb = nanobind;
 
 namespace {
 
+using moetier::BoundExperts;
 using moetier::StepError;
 using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using ConstArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
@@ -51,33 +53,6 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> copy(std::span<const T> values) {
   nb::capsule owner(data, [](void *p) noexcept { delete[] static_cast<T *>(p); });
   return {data, {values.size()}, owner};
 }
-
-// Experts with what Python may get wrong: two steps at once, a pool from before a fork.
-class BoundExperts {
-public:
-  BoundExperts(const moetier::Shape &shape, const moetier::Activation &activation, moetier::ThreadPool &pool,
-               const moetier::Kernels &kernels)
-      : pool_(pool), experts_(shape, activation, pool, kernels) {}
-
-  template <typename Call>
-  auto exclusively(Call call) {
-    if (!pool_.usable()) throw std::runtime_error("the thread pool was made before a fork; make one in this process");
-    if (busy_.exchange(true)) throw std::runtime_error("another thread is inside this object: one step at a time");
-    struct Release {
-      std::atomic<bool> &busy;
-      ~Release() { busy.store(false); }
-    } release{busy_};
-    nb::gil_scoped_release unlocked;
-    return call(experts_);
-  }
-
-  const moetier::Experts &experts() const { return experts_; }
-
-private:
-  moetier::ThreadPool &pool_;
-  std::atomic<bool> busy_{false};
-  moetier::Experts experts_;
-};
 
 moetier::StepInput step_input(const ConstArray &x, const ConstArray &ids, const ConstArray &weights) {
   moetier::StepInput input{};
@@ -184,15 +159,25 @@ NB_MODULE(_native, module) {
            })
       .def("tokens", [](const BoundExperts &self) { return self.experts().tokens(); })
       // (experts, counts, indices of absent experts); nothing was computed where the last is not empty.
-      .def("forward", [](BoundExperts &self, const ConstArray &x, const ConstArray &ids, const ConstArray &weights,
-                         const Addresses &addresses, const Array &out) {
+      .def("forward",
+           [](BoundExperts &self, const ConstArray &x, const ConstArray &ids, const ConstArray &weights,
+              const Addresses &addresses, const Array &out) {
+             const moetier::StepInput input = step_input(x, ids, weights);
+             auto *bits = static_cast<std::uint16_t *>(out.data());
+             check(self.exclusively([&](moetier::Experts &experts) {
+               return experts.forward(input, as_span<std::uint64_t>(addresses), bits);
+             }));
+             const std::vector<std::int32_t> &absent = self.experts().absent();
+             return nb::make_tuple(copy<std::int32_t>(self.experts().ids()),
+                                   copy<std::int32_t>(self.experts().counts()),
+                                   copy<std::int32_t>(std::span<const std::int32_t>(absent)));
+           })
+      .def("rows", [](BoundExperts &self, const ConstArray &x, const ConstArray &ids, const ConstArray &weights,
+                      const Addresses &addresses, const Array &out) {
         const moetier::StepInput input = step_input(x, ids, weights);
-        auto *bits = static_cast<std::uint16_t *>(out.data());
-        check(self.exclusively([&](moetier::Experts &experts) {
-          return experts.forward(input, as_span<std::uint64_t>(addresses), bits);
-        }));
-        const std::vector<std::int32_t> &absent = self.experts().absent();
-        return nb::make_tuple(copy<std::int32_t>(self.experts().ids()), copy<std::int32_t>(self.experts().counts()),
-                              copy<std::int32_t>(std::span<const std::int32_t>(absent)));
+        auto *rows = static_cast<float *>(out.data());
+        check(self.exclusively(
+            [&](moetier::Experts &experts) { return experts.rows(input, as_span<std::uint64_t>(addresses), rows); }));
+        return listed(self.experts());
       });
 }

@@ -19,7 +19,8 @@ class CpuExperts:
     """Runs the routed experts of one geometry on the CPU. One step at a time; one object serves all layers.
 
     A step is either one `forward`, where every routed expert's record is in memory, or `begin`, then `gate_up` and
-    `down` in any split as records arrive, then `finish`. Both give the same bits. Native work runs without the GIL. All
+    `down` in any split as records arrive, then `finish`. Both give the same bits. `rows` is a step whose answers are
+    combined elsewhere, with those of another tier. Native work runs without the GIL. All
     memory is taken at construction.
 
     Parameters
@@ -193,6 +194,40 @@ class CpuExperts:
         _check("out", out, (np.uint16,), (x.shape[0], self.geometry.hidden))
         _check_writable(out)
         return self._native.forward(x, ids, weights, addresses, out)
+
+    def rows(
+        self,
+        x: NDArray[Any],
+        ids: NDArray[Any],
+        weights: NDArray[np.float32],
+        addresses: NDArray[np.uint64],
+        out: NDArray[np.float32],
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Each pair's answer y before the combination, for the experts held here, as `DeviceExperts.rows` gives it.
+
+        Parameters
+        ----------
+        x, ids, weights
+            As for `begin`.
+        addresses
+            uint64 [experts]: where the record of each expert lies, 0 where another tier computes it.
+        out
+            float32 [T, top_k, hidden]: y of each pair, the down projection's result. The combination multiplies it by
+            the route weight, which `weights` holds here only for families that apply it before the down projection.
+            Rows of pairs whose expert has no address, or an id outside the layer, stay as they are. Any writable
+            memory, such as a view of pinned memory that a device reads.
+
+        Returns
+        -------
+        experts, pairs
+            As for `begin`, of the experts that are held.
+
+        """
+        self._check_inputs(x, ids, weights)
+        _check("addresses", addresses, (np.uint64,), (self.geometry.experts,))
+        _check("out", out, (np.float32,), (x.shape[0], self.geometry.top_k, self.geometry.hidden))
+        _check_writable(out)
+        return self._native.rows(x, ids, weights, addresses, out)
 
     def _check_inputs(self, x: NDArray[Any], ids: NDArray[Any], weights: NDArray[np.float32]) -> None:
         _check("x", x, (np.uint16, np.float32), (None, self.geometry.hidden))

@@ -1,0 +1,55 @@
+// What stands between Python and the experts: the object that Python holds, safe against what Python may do with it.
+#pragma once
+
+#include <atomic>
+#include <stdexcept>
+
+#include <nanobind/nanobind.h>
+
+#include "core/experts.h"
+
+namespace moetier {
+
+// Experts with what Python may get wrong: two steps at once, a pool from before a fork.
+class BoundExperts {
+public:
+  BoundExperts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels)
+      : pool_(pool), experts_(shape, activation, pool, kernels) {}
+
+  // The object for one call, or for as long as a native thread works with it. Throws std::runtime_error where it is not
+  // to be had; needs no GIL and never waits.
+  class Turn {
+  public:
+    explicit Turn(BoundExperts &bound) : bound_(bound) {
+      if (!bound.pool_.usable())
+        throw std::runtime_error("the thread pool was made before a fork; make one in this process");
+      if (bound.busy_.exchange(true))
+        throw std::runtime_error("another thread is inside this object: one step at a time");
+    }
+    ~Turn() { bound_.busy_.store(false); }
+    Turn(const Turn &) = delete;
+    Turn &operator=(const Turn &) = delete;
+
+    Experts &experts() const { return bound_.experts_; }
+
+  private:
+    BoundExperts &bound_;
+  };
+
+  // call(experts) without the GIL, which the caller holds.
+  template <typename Call>
+  auto exclusively(Call call) {
+    const Turn turn(*this);
+    const nanobind::gil_scoped_release unlocked;
+    return call(turn.experts());
+  }
+
+  const Experts &experts() const { return experts_; }
+
+private:
+  ThreadPool &pool_;
+  std::atomic<bool> busy_{false};
+  Experts experts_;
+};
+
+} // namespace moetier
