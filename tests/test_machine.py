@@ -11,11 +11,11 @@ GIB = 2**30
 
 
 @pytest.fixture
-def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cgroup tree, and /proc/self/cgroup that names groups in it."""
-    monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(machine, "SELF_CGROUP", tmp_path / "self")
-    (tmp_path / "cgroup").mkdir()
+def root(tmp_path: Path) -> Path:
+    """A machine of 64 GiB with no cgroup yet."""
+    write(tmp_path / "proc", meminfo="MemTotal: 67108864 kB\nMemAvailable: 60000000 kB\nHugePages_Free: 3\n")
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     return tmp_path
 
 
@@ -32,47 +32,54 @@ def test_this_machine() -> None:
     assert machine.allowed_cpus()
 
 
-def test_v2_limit_of_an_ancestor(cgroup: Path) -> None:
-    (cgroup / "self").write_text("0::/pod/task\n")
+def test_v2_limit_of_an_ancestor(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("0::/pod/task\n")
     write(
-        cgroup / "cgroup/pod",
+        root / "sys/fs/cgroup/pod",
         memory__max=str(GIB),
         memory__current=str(GIB // 2),
         memory__stat=f"inactive_file {GIB // 8}\n",
     )
-    write(cgroup / "cgroup/pod/task", memory__max="max\n", memory__current="5")
-    assert machine.memory() == machine.Memory(GIB, GIB // 2 + GIB // 8)
+    write(root / "sys/fs/cgroup/pod/task", memory__max="max\n", memory__current="5")
+    assert machine.memory(root) == machine.Memory(GIB, GIB // 2 + GIB // 8, root / "sys/fs/cgroup/pod/memory.max")
 
 
-def test_v1_limit(cgroup: Path) -> None:
-    (cgroup / "self").write_text("4:memory:/pod\n1:cpu,cpuacct:/pod\n0::/\n")
-    write(cgroup / "cgroup/memory/pod", memory__limit_in_bytes=str(GIB), memory__usage_in_bytes="0")
-    assert machine.memory() == machine.Memory(GIB, GIB)
+def test_v2_throttle_counts_as_a_limit(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("0::/pod\n")
+    write(root / "sys/fs/cgroup/pod", memory__max=str(2 * GIB), memory__high=str(GIB), memory__current="0")
+    assert machine.memory(root) == machine.Memory(GIB, GIB, root / "sys/fs/cgroup/pod/memory.high")
 
 
-def test_v1_without_a_limit_is_no_limit(cgroup: Path) -> None:
-    (cgroup / "self").write_text("4:memory:/\n")
-    write(cgroup / "cgroup/memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="0")
-    assert machine.memory().limit > GIB
+def test_v1_limit(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("4:memory:/pod\n1:cpu,cpuacct:/pod\n0::/\n")
+    write(root / "sys/fs/cgroup/memory/pod", memory__limit_in_bytes=str(GIB), memory__usage_in_bytes="0")
+    assert machine.memory(root) == machine.Memory(GIB, GIB, root / "sys/fs/cgroup/memory/pod/memory.limit_in_bytes")
 
 
-def test_path_of_the_host_falls_back_to_the_root_that_is_mounted(cgroup: Path) -> None:
-    (cgroup / "self").write_text("0::/of/the/host\n")
-    write(cgroup / "cgroup", memory__max=str(GIB), memory__current="0")
-    assert machine.memory().limit == GIB
+def test_v1_without_a_limit_is_no_limit(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("4:memory:/\n")
+    write(root / "sys/fs/cgroup/memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="0")
+    assert machine.memory(root) == machine.Memory(64 * GIB, 60000000 * 1024)
+    assert machine.meminfo(root)["HugePages_Free"] == 3, "pages, not kB"
 
 
-def test_cpu_quota(cgroup: Path) -> None:
-    (cgroup / "self").write_text("0::/pod\n")
-    write(cgroup / "cgroup/pod", cpu__max="100000 100000\n")
-    assert machine.default_threads((3, 5, 7)) == 1
+def test_path_of_the_host_falls_back_to_the_root_that_is_mounted(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("0::/of/the/host\n")
+    write(root / "sys/fs/cgroup", memory__max=str(GIB), memory__current="0")
+    assert machine.memory(root).limit == GIB
+
+
+def test_cpu_quota(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("0::/pod\n")
+    write(root / "sys/fs/cgroup/pod", cpu__max="100000 100000\n")
+    assert machine.default_threads((3, 5, 7), root) == 1
     assert machine.allowed_cpus() == tuple(sorted(os.sched_getaffinity(0))), "a quota says how much, not where"
 
 
-def test_half_a_cpu_is_one_thread(cgroup: Path) -> None:
-    (cgroup / "self").write_text("0::/pod\n")
-    write(cgroup / "cgroup/pod", cpu__max="50000 100000\n")
-    assert machine.default_threads((3, 5, 7)) == 1
+def test_half_a_cpu_is_one_thread(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("0::/pod\n")
+    write(root / "sys/fs/cgroup/pod", cpu__max="50000 100000\n")
+    assert machine.default_threads((3, 5, 7), root) == 1
 
 
 def test_cpus_beyond_a_pinned_thread_are_not_outside() -> None:
@@ -88,7 +95,7 @@ def test_cpus_beyond_a_pinned_thread_are_not_outside() -> None:
     assert machine.outside_cpus([4000]) == (4000,)
 
 
-def test_v1_cpu_quota(cgroup: Path) -> None:
-    (cgroup / "self").write_text("1:cpu,cpuacct:/pod\n")
-    write(cgroup / "cgroup/cpu,cpuacct/pod", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
-    assert machine.default_threads((0, 1, 2)) == 1
+def test_v1_cpu_quota(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("1:cpu,cpuacct:/pod\n")
+    write(root / "sys/fs/cgroup/cpu,cpuacct/pod", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    assert machine.default_threads((0, 1, 2), root) == 1

@@ -1,4 +1,7 @@
-"""What this process may use of the machine: memory and CPUs, with the container's limits before the host's."""
+"""What this process may use of the machine: memory and CPUs, with the container's limits before the host's.
+
+`root` is where /proc and /sys are found: tests give a folder with files of other machines.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-SELF_CGROUP = Path("/proc/self/cgroup")
+ROOT = Path("/")
 MAX_THREADS = 4096
 """More than any machine has CPUs."""
 
@@ -21,16 +23,19 @@ class Memory:
 
     limit: int
     available: int
+    limited_by: Path | None = None
+    """The cgroup's file that sets `limit`; None: it is the machine's size."""
 
 
-def memory() -> Memory:
+def memory(root: Path = ROOT) -> Memory:
     """Memory of the machine, cut to the limits of every cgroup (v2 or v1) that this process is in."""
-    info = _meminfo()
-    limit, available = info["MemTotal"], info["MemAvailable"]
-    for maximum, current, reclaimable in _memory_cgroups():
-        limit = min(limit, maximum)
+    info = meminfo(root)
+    limit, available, limited_by = info["MemTotal"], info["MemAvailable"], None
+    for file, maximum, current, reclaimable in _memory_cgroups(root):
+        if maximum < limit:
+            limit, limited_by = maximum, file
         available = min(available, maximum - current + reclaimable)
-    return Memory(limit, max(available, 0))
+    return Memory(limit, max(available, 0), limited_by)
 
 
 def allowed_cpus() -> tuple[int, ...]:
@@ -57,35 +62,35 @@ def outside_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(cpus) - granted))
 
 
-def default_threads(cpus: Sequence[int]) -> int:
+def default_threads(cpus: Sequence[int], root: Path = ROOT) -> int:
     """Threads to run on `cpus`: one each, fewer where the cgroup's CPU quota pays for less."""
-    quota = _cpu_quota()
+    quota = cpu_quota(root)
     return len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
 
 
-def _meminfo() -> dict[str, int]:
+def meminfo(root: Path = ROOT) -> dict[str, int]:
+    """Fields of /proc/meminfo: bytes, or a number where the kernel counts pages."""
     fields = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
-        fields[name] = int(value.split()[0]) * 1024
+        number, *unit = value.split()
+        fields[name] = int(number) * (1024 if unit == ["kB"] else 1)
     return fields
 
 
-def _cgroup_folders(controller: str) -> list[Path]:
+def _cgroup_folders(controller: str, root: Path) -> list[Path]:
     """Folders of the cgroup that this process is in and of its ancestors, for cgroup v2 ("") or a v1 controller."""
     try:
-        lines = SELF_CGROUP.read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            root = CGROUP_ROOT / controllers
+            top = root / "sys/fs/cgroup" / controllers
             parts = Path(path.lstrip("/"))
             # In a container the path may be that of the host, which is not mounted: its root is then the limit.
-            return [folder for folder in (root / parts, *(root / p for p in parts.parents)) if folder.is_dir()] or [
-                root
-            ]
+            return [folder for folder in (top / parts, *(top / p for p in parts.parents)) if folder.is_dir()] or [top]
     return []
 
 
@@ -97,17 +102,18 @@ def _number(path: Path) -> int | None:
     return int(text) if text.lstrip("-").isdecimal() else None
 
 
-def _memory_cgroups() -> list[tuple[int, int, int]]:
-    """(limit, current, reclaimable) of every cgroup that limits memory."""
+def _memory_cgroups(root: Path) -> list[tuple[Path, int, int, int]]:
+    """(limit's file, limit, current, reclaimable) of every cgroup that limits memory."""
     found = []
     for controller, limit_name, current_name in (
         ("", "memory.max", "memory.current"),
+        ("", "memory.high", "memory.current"),  # past it the kernel slows the process to a crawl
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        for folder in _cgroup_folders(controller):
+        for folder in _cgroup_folders(controller, root):
             limit, current = _number(folder / limit_name), _number(folder / current_name)
             if limit is not None and current is not None and limit < 1 << 60:
-                found.append((limit, current, _reclaimable(folder)))
+                found.append((folder / limit_name, limit, current, _reclaimable(folder)))
     return found
 
 
@@ -121,16 +127,17 @@ def _reclaimable(folder: Path) -> int:
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
-def _cpu_quota() -> float | None:
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPUs' worth of time that the cgroups grant; None: no limit."""
     quotas = []
-    for folder in _cgroup_folders(""):
+    for folder in _cgroup_folders("", root):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
         except (OSError, ValueError):
             continue
         if quota != "max":
             quotas.append(int(quota) / int(period))
-    for folder in _cgroup_folders("cpu"):
+    for folder in _cgroup_folders("cpu", root):
         v1_quota, v1_period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if v1_quota is not None and v1_period and v1_quota > 0:
             quotas.append(v1_quota / v1_period)
