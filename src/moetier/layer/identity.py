@@ -14,8 +14,9 @@ from moetier.errors import SettingsError
 from moetier.formats import LayerGeometry
 from moetier.kernels import oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
+from moetier.layer.counters import Counters
 from moetier.layer.recording import Call
-from moetier.layer.tiered import Counters, TieredLayer
+from moetier.layer.tiered import TieredLayer
 from moetier.residency import DiskReader, DramTier, Heat, Lru
 from moetier.residency.staging import Staging
 from moetier.store.store import Store

@@ -7,8 +7,9 @@ import threading
 from types import TracebackType
 
 from moetier.kernels.cpu import CpuExperts, ThreadPool
+from moetier.layer.counters import Counters
 from moetier.layer.recording import Recorder
-from moetier.layer.tiered import Counters, TieredLayer
+from moetier.layer.tiered import TieredLayer
 from moetier.residency import DiskReader, DramTier, Heat, Lru
 from moetier.residency.staging import Staging
 from moetier.settings import Settings
@@ -30,13 +31,14 @@ class TieredModel:
         self.settings = settings
         self.store = store
         self.records = records
-        self.counters = Counters()
         self.healer = Healer(store, checkpoint) if checkpoint else None
         self.reader = DiskReader(store, settings.disk_threads, self.healer)
         self.pool = ThreadPool(settings.threads, settings.cpus)
         self.kernel = CpuExperts(geometry, family, self.pool, isa=settings.isa, max_tokens=max_tokens)
         self.staging = Staging(settings.staging_records, store.layout.stride)
         layers = store.manifest.layers
+        self.layer_counters = tuple(Counters() for _ in layers)
+        """By the layer's index in the store."""
         self.heat = Heat.load(settings.heat_path, len(layers), geometry.experts, store.manifest.checkpoint.identity)
         self._recorder = Recorder(settings.record_calls) if settings.record_calls else None
         self._attached: dict[int, TieredLayer] = {}
@@ -51,11 +53,23 @@ class TieredModel:
             geometry = self.store.manifest.layer_geometry
             tier = DramTier(geometry.experts, self.records, self.store.layout.stride, Lru(geometry.experts))
             layer = TieredLayer(
-                index, self.kernel, tier, self.staging, self.reader, self.heat, self.counters, self._recorder
+                index,
+                self.kernel,
+                tier,
+                self.staging,
+                self.reader,
+                self.heat,
+                self.layer_counters[index],
+                self._recorder,
             )
             layer.preload(self.records)
             self._attached[index] = layer
         return self._attached[index]
+
+    @property
+    def counters(self) -> Counters:
+        """What all layers did together."""
+        return Counters.total(self.layer_counters)
 
     def save_heat(self) -> None:
         """Write heat; a disk that does not take it costs a warning, never the service."""

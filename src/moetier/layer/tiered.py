@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moetier.kernels.cpu import CpuExperts
+from moetier.layer.counters import Counters
 from moetier.layer.recording import Call, Recorder
 from moetier.residency import DiskReader, DramTier, Heat
 from moetier.residency.staging import Staging
-
-
-@dataclass
-class Counters:
-    """What the layers did since the start."""
-
-    calls: int = 0
-    tokens: int = 0
-    pairs: int = 0
-    hits: int = 0
-    """Distinct experts of a call that were in DRAM."""
-    misses: int = 0
-    """Distinct experts of a call that had to be read."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +64,15 @@ class TieredLayer:
 
         RecordReadError where a record cannot be had; `out` is then not written, and the layer can be called again.
         """
+        start, waited = perf_counter_ns(), 0
         experts, pairs, missed = self._kernel.try_forward(x, ids, weights, self.tier.addresses, out)
         self.tier.policy.touch(experts)
         if missed.size:
             self._kernel.begin(x, ids, weights)
-            self._run_with_misses(experts, self.tier.addresses[experts])
+            waited = self._run_with_misses(experts, self.tier.addresses[experts])
             self._kernel.finish(out)
+        self._counters.cpu_us += (perf_counter_ns() - start - waited) / 1000
+        self._counters.wait_us += waited / 1000
         self._account(x.shape[0], experts, pairs, missed.size)
         if self._recorder is not None:
             self._recorder.add(Call(self.index, x, ids, weights, out))
@@ -111,15 +103,20 @@ class TieredLayer:
         counters.pairs += int(pairs.sum())
         counters.hits += experts.size - misses
         counters.misses += misses
+        counters.dram_reads += experts.size - misses
+        counters.disk_reads += misses
 
-    def _run_with_misses(self, experts: NDArray[np.int32], addresses: NDArray[np.uint64]) -> None:
-        """`addresses` uint64 [D] of `experts` int32 [D], 0 where a record must be read; filled in as they arrive."""
+    def _run_with_misses(self, experts: NDArray[np.int32], addresses: NDArray[np.uint64]) -> int:
+        """`addresses` uint64 [D] of `experts` int32 [D], 0 where a record must be read; filled in as they arrive.
+
+        Returns the nanoseconds in which there was nothing to compute.
+        """
         reads: dict[int, Read] = {}
         pinned = np.zeros(self.tier.addresses.size, np.bool_)
         pinned[experts] = True  # an expert of this step is never given up before its down projection
         missed = [int(i) for i in np.flatnonzero(addresses == 0)]
         gated = np.zeros(experts.size, np.bool_)
-        first = 0
+        first = waited = 0
         try:
             while first < experts.size:
                 while missed and (read := self._start_read(int(experts[missed[0]]), pinned)):
@@ -138,15 +135,19 @@ class TieredLayer:
                     for i in range(first, end):
                         pinned[experts[i]] = False
                         if i in reads:
+                            self._counters.dram_fills += not reads[i].staged
                             self._settle(int(experts[i]), reads.pop(i))
                     first = end
                 elif not ready.size:
                     coming = [reads[i].future for i in reads if addresses[i] == 0]
                     assert coming, "a record is missing, and none is on its way: slots were lost"
+                    begun = perf_counter_ns()
                     wait(coming, return_when=FIRST_COMPLETED)
+                    waited += perf_counter_ns() - begun
         except BaseException:
             self._abandon(reads)
             raise
+        return waited
 
     def _start_read(self, expert: int, pinned: NDArray[np.bool_]) -> Read | None:
         """Read `expert` into a slot of the layer, else into staging; None while both are in use."""
