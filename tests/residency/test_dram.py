@@ -16,7 +16,7 @@ def tier() -> DramTier:
 
 def fill(tier: DramTier, *experts: int) -> None:
     for expert in experts:
-        slot = tier.take(NOTHING_PINNED)
+        slot = tier.take(expert, NOTHING_PINNED)
         assert slot is not None
         tier.publish(expert, slot)
 
@@ -26,7 +26,7 @@ def touch(tier: DramTier, *experts: int) -> None:
 
 
 def test_expert_is_mapped_only_once_its_bytes_are_whole(tier: DramTier) -> None:
-    slot = tier.take(NOTHING_PINNED)
+    slot = tier.take(9, NOTHING_PINNED)
     assert slot is not None
     assert not tier.addresses.any()
     tier.publish(7, slot)
@@ -40,7 +40,7 @@ def test_least_recently_used_gives_way(tier: DramTier) -> None:
     touch(tier, 0)
     touch(tier, 1, 2, 3)
     touch(tier, 9)
-    slot = tier.take(NOTHING_PINNED)
+    slot = tier.take(9, NOTHING_PINNED)
     assert slot is not None
     assert tier.addresses[0] == 0, "expert 0 was unmapped before its slot is rewritten"
     tier.publish(9, slot)
@@ -51,7 +51,7 @@ def test_least_recently_used_gives_way(tier: DramTier) -> None:
 def test_expert_of_the_same_step_is_never_given_up(tier: DramTier) -> None:
     fill(tier, 0, 1, 2, 3)
     touch(tier, 0, 1, 2, 3, 9)
-    assert tier.take(NOTHING_PINNED) is None
+    assert tier.take(9, NOTHING_PINNED) is None
     assert tier.resident.tolist() == [0, 1, 2, 3]
 
 
@@ -60,14 +60,14 @@ def test_pinned_expert_is_never_given_up(tier: DramTier) -> None:
     touch(tier, 9)
     pinned = np.zeros(EXPERTS, np.bool_)
     pinned[[0, 1, 3]] = True
-    slot = tier.take(pinned)
+    slot = tier.take(9, pinned)
     assert slot is not None
     tier.publish(9, slot)
     assert tier.resident.tolist() == [0, 1, 3, 9]
 
 
 def test_failed_read_gives_its_slot_back(tier: DramTier) -> None:
-    slot = tier.take(NOTHING_PINNED)
+    slot = tier.take(9, NOTHING_PINNED)
     assert slot is not None
     tier.give_back(slot)
     tier.check_integrity()
@@ -77,7 +77,7 @@ def test_failed_read_gives_its_slot_back(tier: DramTier) -> None:
 
 def test_no_slots_at_all() -> None:
     tier = DramTier(EXPERTS, 0, STRIDE, Lru(EXPERTS))
-    assert tier.take(NOTHING_PINNED) is None
+    assert tier.take(9, NOTHING_PINNED) is None
     tier.check_integrity()
 
 
@@ -90,7 +90,7 @@ def test_random_history_keeps_the_invariants(seed: int) -> None:
         tier.policy.touch(step)
         pinned = np.isin(np.arange(EXPERTS), step)
         for expert in step[tier.addresses[step] == 0]:
-            slot = tier.take(pinned)
+            slot = tier.take(int(expert), pinned)
             if slot is None:
                 continue
             if generator.random() < 0.2:

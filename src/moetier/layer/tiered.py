@@ -151,7 +151,7 @@ class TieredLayer:
 
     def _start_read(self, expert: int, pinned: NDArray[np.bool_]) -> Read | None:
         """Read `expert` into a slot of the layer, else into staging; None while both are in use."""
-        slot = self.tier.take(pinned)
+        slot = self.tier.take(expert, pinned)
         if slot is not None:
             view, address, staged = self.tier.arena.view(slot), self.tier.arena.address(slot), False
         else:

@@ -4,6 +4,21 @@ from moetier.residency.arena import Arena
 from moetier.residency.disk import DiskReader
 from moetier.residency.dram import DramTier
 from moetier.residency.heat import Heat
-from moetier.residency.policy import Lru, Policy
+from moetier.residency.policy import POLICIES, Frequency, Lru, Policy, SecondTouch, Swap, refills
+from moetier.residency.step import UNKNOWN, Step
 
-__all__ = ["Arena", "DiskReader", "DramTier", "Heat", "Lru", "Policy"]
+__all__ = [
+    "POLICIES",
+    "UNKNOWN",
+    "Arena",
+    "DiskReader",
+    "DramTier",
+    "Frequency",
+    "Heat",
+    "Lru",
+    "Policy",
+    "SecondTouch",
+    "Step",
+    "Swap",
+    "refills",
+]

@@ -37,8 +37,8 @@ class DramTier:
         """Experts that are in DRAM, ascending."""
         return np.flatnonzero(self._slot_of != ABSENT).astype(np.int32)
 
-    def take(self, pinned: NDArray[np.bool_]) -> int | None:
-        """A slot to fill: a free one, or that of an expert which the policy gives up. pinned: bool [E], never given up.
+    def take(self, expert: int, pinned: NDArray[np.bool_]) -> int | None:
+        """A slot for `expert`: a free one, or that of one which the policy gives up. pinned: bool [E], never given up.
 
         None where there is none to be had.
         """
@@ -46,7 +46,7 @@ class DramTier:
             slot = self._free.pop()
         else:
             resident = self.resident
-            victim = self.policy.victim(resident[~pinned[resident]])
+            victim = self.policy.victim(expert, resident[~pinned[resident]])
             if victim is None:
                 return None
             slot = int(self._slot_of[victim])

@@ -21,7 +21,7 @@ MAX_BYTES = 64 << 20
 
 
 class Heat:
-    """Pairs counted per (layer, expert): uint64 [layers, experts].
+    """Uses counted per (layer, expert): uint64 [layers, experts].
 
     Heat is advice: it decides what is read first, never what is computed. So a heat file that is missing, damaged or
     of another checkpoint is said in one warning and replaced at the next save.
@@ -50,9 +50,14 @@ class Heat:
         heat._saved = counts.copy()
         return heat
 
-    def add(self, layer: int, experts: NDArray[np.int32], pairs: NDArray[np.int32]) -> None:
-        """Count `pairs` int32 [D] of the distinct `experts` int32 [D] of one layer call."""
-        self.counts[layer, experts] += pairs.astype(np.uint64)
+    def add(self, layer: int, experts: NDArray[np.int32], pairs: NDArray[np.int32], sequences: int = 0) -> None:
+        """Count `pairs` int32 [D] of the distinct `experts` int32 [D] of one layer call.
+
+        sequences: those of the step, 0 where it is not known. An expert then counts once a sequence at most, so neither
+        a long prompt nor the drafts that a step verifies outweigh decode.
+        """
+        uses = np.minimum(pairs, sequences) if sequences else pairs
+        self.counts[layer, experts] += uses.astype(np.uint64)
 
     def hottest(self, layer: int, number: int) -> NDArray[np.int32]:
         """The `number` hottest experts of a layer, hottest first; equal heat goes by id."""
