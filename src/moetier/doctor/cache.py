@@ -1,0 +1,77 @@
+"""Measured rates, kept in the user's cache folder under the hardware's identity: each machine measures once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moetier.doctor.facts import Machine, Rates
+from moetier.doctor.machine_file import read_rates
+from moetier.errors import SettingsError
+from moetier.store.files import write_durably
+
+
+def rates_file(identity: str) -> Path:
+    """Where the rates of this hardware are kept; SettingsError where there is no home to keep them in."""
+    named = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if named.is_absolute():  # the convention: others are ignored
+        folder = named
+    else:
+        try:
+            folder = Path.home() / ".cache"
+        except RuntimeError:
+            raise SettingsError(
+                "expected a home folder to keep measured rates in, found none; set XDG_CACHE_HOME to a folder"
+            ) from None
+    return folder / "moetier" / f"rates-{identity}.json"
+
+
+def load_rates(identity: str, file: Path | None = None) -> Rates | None:
+    """The rates of this hardware, measured before, or those of `file`, which are the user's own word.
+
+    Raises
+    ------
+    SettingsError
+        The file is damaged, or the cached one is of other hardware.
+
+    """
+    if file is not None:
+        return read_rates(file)
+    path = rates_file(identity)
+    if not path.exists():
+        return None
+    rates = read_rates(path)
+    if rates.identity != identity:
+        raise SettingsError(f"{path}: these are rates of {rates.identity}; measure anew: moetier doctor --measure")
+    return rates
+
+
+def save_rates(rates: Rates) -> Path:
+    """Keep rates. What was measured on other disks stays: `disk_read` of one device replaces only its own."""
+    path = rates_file(rates.identity)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, rates.model_dump_json(indent=1).encode(), f".{os.getpid()}")
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: measured rates cannot be kept ({error.strerror}); free space, or set XDG_CACHE_HOME to a folder "
+            "that can be written; with --json they are printed all the same"
+        ) from error
+    return path
+
+
+def with_disks_of(rates: Rates, before: Rates | None) -> Rates:
+    """`rates`, and of `before` the disks that were not measured now."""
+    if before is None:
+        return rates
+    measured = {rate.device for rate in rates.disk_read}
+    kept = tuple(rate for rate in before.disk_read if rate.device not in measured)
+    return rates.model_copy(update={"disk_read": (*rates.disk_read, *kept)})
+
+
+def for_disk(machine: Machine) -> Machine:
+    """The machine with only its own disk's rates, where it names a disk."""
+    if machine.rates is None or machine.disk is None:
+        return machine
+    ours = tuple(rate for rate in machine.rates.disk_read if rate.device == machine.disk.device)
+    return machine.model_copy(update={"rates": machine.rates.model_copy(update={"disk_read": ours})})

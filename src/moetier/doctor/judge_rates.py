@@ -1,0 +1,102 @@
+"""What the measured rates mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moetier.doctor.facts import DiskRate, Finding, Gpu, Machine, Rates, Verdict
+from moetier.doctor.judge import link_bytes_per_s
+
+NEAR = 0.95
+"""Part of the best from which on thread counts are as good as each other."""
+OF_LINK = 0.7
+"""Part of what the link carries below which copies are called slow: protocol and drivers take the rest."""
+SLOW_DISK = 1e9
+"""Bytes a second: a missed record of 13 MB would then take longer than a whole step elsewhere."""
+
+
+def judge_rates(machine: Machine) -> Iterator[Finding]:
+    """One finding for each part that was measured, or one that says that nothing was."""
+    rates = machine.rates
+    if rates is None:
+        yield Finding(about="rates", verdict=Verdict.FINE, text="not measured here yet: moetier doctor --measure")
+        return
+    yield from _dram(rates, machine.cpu.threads)
+    yield from _kernel(rates)
+    for gpu in machine.gpus:
+        yield from _link(rates, gpu)
+    yield from _disk(rates.disk_read)
+
+
+def _dram(rates: Rates, threads: int) -> Iterator[Finding]:
+    if not rates.dram_read:
+        return
+    best = max(rates.dram_read, key=lambda rate: rate.bytes_per_s)
+    fewest = next(rate for rate in rates.dram_read if rate.bytes_per_s >= NEAR * best.bytes_per_s)
+    text = ", ".join(f"{rate.threads}: {rate.bytes_per_s / 1e9:.1f}" for rate in rates.dram_read)
+    ours = [rate.bytes_per_s for rate in rates.dram_read if rate.threads == threads]
+    if ours and ours[0] < NEAR * best.bytes_per_s:
+        yield Finding(
+            about="dram",
+            verdict=Verdict.SLOW,
+            text=f"{threads} threads read {ours[0] / 1e9:.1f} GB/s, {fewest.threads} {fewest.bytes_per_s / 1e9:.1f}",
+            remedy=f"--set threads={fewest.threads}",
+        )
+    yield Finding(about="dram", verdict=Verdict.FINE, text=f"GB/s read by threads: {text}")
+
+
+def _kernel(rates: Rates) -> Iterator[Finding]:
+    for rate in rates.kernel[:1]:
+        size = f"hidden {rate.hidden}, intermediate {rate.intermediate}"
+        yield Finding(
+            about="kernel",
+            verdict=Verdict.FINE,
+            text=f"{rate.isa}, {rate.threads} threads, {size}, {rate.tokens} token: "
+            f"{rate.seconds * 1e3:.2f} ms a layer, {rate.bytes_per_s / 1e9:.1f} GB/s of experts",
+        )
+
+
+def _link(rates: Rates, gpu: Gpu) -> Iterator[Finding]:
+    about, link = f"link {gpu.index}", link_bytes_per_s(gpu)
+    alone = {rate.at_once: rate for rate in rates.host_to_device if rate.gpu == gpu.index}
+    if 1 not in alone:
+        return
+    speed = alone[1].bytes_per_s
+    if link is not None and speed < OF_LINK * link:
+        yield Finding(
+            about=about,
+            verdict=Verdict.SLOW,
+            text=f"{speed / 1e9:.1f} GB/s from pinned memory; the link carries {link / 1e9:.1f}",
+            remedy="run on the CPUs and memory of the device's own NUMA node; look for a riser or switch in between",
+        )
+    else:
+        yield Finding(about=about, verdict=Verdict.FINE, text=f"{speed / 1e9:.1f} GB/s from pinned memory")
+    for count, rate in alone.items():
+        if count > 1 and rate.bytes_per_s < OF_LINK * speed:
+            yield Finding(
+                about=about,
+                verdict=Verdict.SLOW,
+                text=f"{rate.bytes_per_s / 1e9:.1f} GB/s while {count} devices copy: they share a link or the memory",
+                remedy="spread the devices over root ports and sockets",
+            )
+
+
+def _disk(rates: tuple[DiskRate, ...]) -> Iterator[Finding]:
+    if not rates:
+        return
+    best, first = max(rates, key=lambda rate: rate.bytes_per_s), rates[0]
+    text = ", ".join(f"{rate.queue_depth}: {rate.bytes_per_s / 1e9:.2f}" for rate in rates)
+    if best.bytes_per_s < SLOW_DISK:
+        yield Finding(
+            about="disk reads",
+            verdict=Verdict.SLOW,
+            text=f"at most {best.bytes_per_s / 1e9:.2f} GB/s: a missed record of "
+            f"{first.record_bytes / 1e6:.1f} MB takes {first.record_bytes / first.bytes_per_s * 1e3:.0f} ms",
+            remedy="copy the store to an NVMe disk, or keep all experts in DRAM (--dram-records 100%)",
+        )
+    through = "" if all(rate.direct for rate in rates) else " (through the page cache)"
+    yield Finding(
+        about="disk reads",
+        verdict=Verdict.FINE,
+        text=f"GB/s of {first.record_bytes / 1e6:.1f} MB records by reads in flight: {text}{through}",
+    )

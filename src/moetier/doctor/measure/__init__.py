@@ -1,0 +1,48 @@
+"""The machine's rates, each measured the way that moetier uses that part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from moetier.bench.kernel import parse_shape
+from moetier.doctor.facts import Machine, Rates
+from moetier.doctor.measure.cpu import measure_dram, measure_kernel
+from moetier.doctor.measure.disk import measure_disk
+from moetier.doctor.measure.gpu import measure_links
+from moetier.formats import RecordLayout
+
+
+def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda line: None) -> Rates:
+    """Measure everything that `machine` has: tens of seconds during which nothing else should run.
+
+    Parameters
+    ----------
+    machine
+        Its facts; the disk's rates are those of the folder that they name.
+    shape
+        A name of `bench.kernel.SHAPES`, or hidden,intermediate,experts,top_k: of which size records are.
+    report
+        Called with one line before each part.
+
+    """
+    stride = RecordLayout.of(parse_shape(shape)).stride
+    cpu = machine.cpu
+    report(f"reading DRAM with 1 to {len(cpu.allowed)} threads")
+    dram = measure_dram(cpu)
+    report(f"the CPU kernel, {cpu.threads} threads, shape {shape}")
+    kernel = measure_kernel(shape, cpu.threads)
+    report(f"copies of {len(machine.gpus)} devices")
+    links = measure_links(machine.gpus)
+    if machine.disk:
+        report(f"reading records of {stride / 1e6:.1f} MB from {machine.disk.path}")
+    return Rates(
+        identity=machine.identity,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        dram_read=dram,
+        kernel=kernel,
+        host_to_device=links.host_to_device,
+        device_to_host=links.device_to_host,
+        device_copy=links.device_copy,
+        disk_read=measure_disk(machine.disk, stride) if machine.disk else (),
+    )

@@ -1,0 +1,71 @@
+"""DRAM reads per thread count, and our kernel with the threads that it will have."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from moetier import machine
+from moetier.bench.kernel import bench_kernel, parse_shape
+from moetier.doctor.facts import Cpu, DramRate, KernelRate
+from moetier.errors import SettingsError
+from moetier.kernels.cpu import ThreadPool, read_bandwidth
+
+READ_BYTES = 1 << 30
+"""Read at a time: beyond every last-level cache but those of the largest servers."""
+LEAST_READ_BYTES = 64 << 20
+MEMORY_SHARE = 0.25
+"""Of the available memory, what the reading may take."""
+READS = 7
+EXPERTS = 64
+"""Records of the layer that the kernel is timed with: beyond the caches, and fewer than a model has."""
+TOKENS = (1, 2, 4, 8, 16, 64, 512)
+
+
+def thread_counts(cpu: Cpu) -> tuple[int, ...]:
+    """Powers of two, the physical cores, the default and all CPUs."""
+    most = len(cpu.allowed)
+    counts = {1 << power for power in range(most.bit_length())} | {cpu.physical_cores or most, cpu.threads, most}
+    return tuple(sorted(count for count in counts if count <= most))
+
+
+def measure_dram(cpu: Cpu) -> tuple[DramRate, ...]:
+    """Median of several reads of one array, which each team of threads has touched before."""
+    size = min(READ_BYTES, int(machine.memory().available * MEMORY_SHARE))
+    if size < LEAST_READ_BYTES:
+        raise SettingsError(
+            f"expected {LEAST_READ_BYTES >> 20} MiB of memory to measure with, found {size >> 20} MiB (a quarter of "
+            "what is available); stop other processes"
+        )
+    memory = np.ones(size, np.uint8)
+    rates = []
+    for count in thread_counts(cpu):
+        pool = ThreadPool(count, cpu.allowed)
+        read_bandwidth(pool, memory)
+        speed = statistics.median(read_bandwidth(pool, memory) for _ in range(READS))
+        rates.append(DramRate(threads=count, bytes_per_s=speed))
+        pool.close()
+    return tuple(rates)
+
+
+def measure_kernel(shape: str, threads: int) -> tuple[KernelRate, ...]:
+    """Calls of the routed-expert layer with random routing, from one token to a prompt's chunk."""
+    geometry = parse_shape(shape)
+    record = 3 * geometry.hidden * geometry.intermediate * 17 / 32
+    rows = bench_kernel(shape, [threads], tokens=TOKENS, experts=min(EXPERTS, geometry.experts))["rows"]
+    return tuple(
+        KernelRate(
+            isa=row["isa"],
+            threads=row["threads"],
+            hidden=geometry.hidden,
+            intermediate=geometry.intermediate,
+            tokens=row["M"],
+            experts=row["gbps"] * 1e3 * row["us"] / record,
+            seconds=row["us"] / 1e6,
+            bytes_per_s=row["gbps"] * 1e9,
+            ops_per_s=row["gops"] * 1e9,
+            peak_ops_per_s=row["peak_gops"] * 1e9,
+        )
+        for row in rows
+    )

@@ -1,0 +1,147 @@
+"""Devices: from NVML where its bindings are installed (nvidia-ml-py), else from torch; and what lies idle on the bus.
+
+The order and the choice are those of CUDA_VISIBLE_DEVICES over NVML's order, which is the bus's. No GPU is no error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moetier import machine
+from moetier.doctor.facts import Gpu
+from moetier.doctor.probe.files import number, text
+
+NVIDIA = "0x10de"
+DISPLAY_CLASSES = ("0x0300", "0x0302")
+"""PCI classes of VGA and of 3D controllers."""
+P2P_OK = 0
+
+
+def probe_gpus(root: Path = machine.ROOT) -> tuple[Gpu, ...]:
+    """The devices that this process may use."""
+    nvml = _nvml()
+    if nvml is not None:
+        try:
+            return tuple(_from_nvml(nvml, root))
+        finally:
+            nvml.nvmlShutdown()
+    return tuple(_from_torch())
+
+
+def unusable_gpus(usable: int, root: Path = machine.ROOT) -> tuple[str, ...]:
+    """NVIDIA devices on the bus, if none of them is usable: "address (vendor device)"."""
+    if usable:
+        return ()
+    found = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        vendor, kind = text(folder / "vendor"), text(folder / "class") or ""
+        if vendor == NVIDIA and kind.startswith(DISPLAY_CLASSES):
+            found.append(f"{folder.name} ({vendor} {text(folder / 'device')})")
+    return tuple(found)
+
+
+def _nvml() -> Any:
+    """NVML, initialized; None without bindings, library or driver."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+def _from_nvml(nvml: Any, root: Path) -> Iterator[Gpu]:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    uuids = [_string(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    visible = [handles[at] for at in visible_devices(uuids, os.environ)]
+    for index, handle in enumerate(visible):
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        yield Gpu(
+            index=index,
+            name=_string(nvml.nvmlDeviceGetName(handle)),
+            uuid=_string(nvml.nvmlDeviceGetUUID(handle)),
+            compute_capability=f"{major}.{minor}",
+            memory_bytes=int(memory.total),
+            free_bytes=int(memory.free),
+            pcie_generation=_ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            pcie_width=_ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+            pcie_generation_now=_ask(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
+            pcie_width_now=_ask(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+            numa_node=_numa_node(root, _string(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+            driver=_string(nvml.nvmlSystemGetDriverVersion()),
+            peers=tuple(
+                other
+                for other, peer in enumerate(visible)
+                if other != index
+                and _ask(nvml, "nvmlDeviceGetP2PStatus", handle, peer, nvml.NVML_P2P_CAPS_INDEX_READ) == P2P_OK
+            ),
+        )
+
+
+def _numa_node(root: Path, bus_id: str) -> int | None:
+    """Of the host's memory next to the device; NVML writes eight digits of the domain, the kernel four."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return number(root / f"sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
+
+
+def _ask(nvml: Any, name: str, *arguments: Any) -> int | None:
+    """A number; None where device, driver or bindings do not know it, as virtual machines' often do not."""
+    try:
+        found = int(getattr(nvml, name)(*arguments))
+    except (AttributeError, nvml.NVMLError):
+        return None
+    return found if 0 <= found < 1 << 16 else None
+
+
+def _string(found: bytes | str) -> str:
+    """Older bindings give bytes."""
+    return found.decode() if isinstance(found, bytes) else found
+
+
+def visible_devices(uuids: list[str], environment: Mapping[str, str]) -> list[int]:
+    """Which of the devices CUDA shows, in its order: numbers or beginnings of UUIDs, up to the first that is none."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return list(range(len(uuids)))
+    found: list[int] = []
+    for name in (part.strip() for part in chosen.split(",")):
+        if name.isdecimal():
+            matches = [int(name)] if int(name) < len(uuids) else []
+        else:
+            matches = [at for at, uuid in enumerate(uuids) if name and uuid.startswith(name)]
+        if len(matches) != 1 or matches[0] in found:
+            break
+        found += matches
+    return found
+
+
+def _from_torch() -> Iterator[Gpu]:
+    """Without NVML's bindings: no link, no NUMA node, but all that a plan needs at least."""
+    try:
+        import torch
+    except ImportError:
+        return
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return
+    count = torch.cuda.device_count()
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        yield Gpu(
+            index=index,
+            name=properties.name,
+            uuid=f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else None,
+            compute_capability=f"{properties.major}.{properties.minor}",
+            memory_bytes=properties.total_memory,
+            free_bytes=torch.cuda.mem_get_info(index)[0],
+            peers=tuple(
+                other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)
+            ),
+        )
