@@ -1,0 +1,113 @@
+"""Answers that end by themselves: coding questions one at a time, and mixed long prompts as they come in."""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+from pydantic import Field
+
+from moetier.bench.corpus import CODING
+from moetier.bench.probes.base import Probe, Raw, Target, Timed, of_first, one, trial
+from moetier.bench.probes.prefill import after_first
+from moetier.bench.samples import Cell, Trial, figure, first_fault, percentile
+
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total{position="
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+
+
+class Coding(Probe):
+    """Coding questions at C1, each asked `repeats` times."""
+
+    probe: Literal["coding"] = "coding"
+    max_tokens: int = Field(1024, ge=16)
+    repeats: int = Field(2, ge=1)
+
+    async def measure(self, target: Target) -> Raw:
+        """Ask each in turn."""
+        limit = min(self.max_tokens, target.endpoint.positions - 128)
+        asked = [(n, text) for _ in range(self.repeats) for n, text in enumerate(CODING)]
+        return Raw(trials=tuple([await one(target, f"q{n}", target.endpoint.chat(text, limit)) for n, text in asked]))
+
+    def cells(self, raw: Raw) -> list[Cell]:
+        """Speed, TTFT, truncations, whether a repeated question is answered alike, acceptance of drafts."""
+        trials = list(raw.trials)
+        fault = of_first([first_fault(trial.streams) for trial in trials])
+        uncounted = of_first(["the server gives no running usage" if not t.streams[0].tokens else None for t in trials])
+        short = of_first(["an answer came in one chunk" if len(t.streams[0].gaps_us) < 2 else None for t in trials])
+        speed = fault or uncounted or short
+        answers: dict[str, set[str | None]] = {}
+        for asked in trials:
+            answers.setdefault(asked.label, set()).add(asked.streams[0].digest)
+        alike = sum(len(digests) == 1 for digests in answers.values()) / max(1, len(answers))
+        once = "each question was asked once" if self.repeats < 2 else None
+        return [
+            figure("coding.decode", "tok/s", "higher", [] if speed else [after_first(t) for t in trials], speed),
+            figure("coding.ttft", "s", "lower", [] if fault else [t.streams[0].ttft for t in trials], fault),
+            figure("coding.truncated", "answers", None, [sum(t.streams[0].truncated for t in trials)], fault),
+            figure("coding.same_again", "share", "higher", [alike], fault or once),
+            *acceptance(trials, fault),
+        ]
+
+
+def acceptance(trials: list[Trial], fault: str | None) -> list[Cell]:
+    """Share of drafts whose token at each position was accepted, by the server's counters."""
+    drafts = sum(trial.counters.get(DRAFTS, 0.0) for trial in trials)
+    positions = sorted({name for trial in trials for name in trial.counters if name.startswith(ACCEPTED)})
+    if not drafts or fault is not None:
+        return [figure("spec.acceptance", "share", "higher", [], fault or "the server drafts no tokens")]
+    found = []
+    for name in positions:
+        shares = [
+            trial.counters.get(name, 0.0) / trial.counters[DRAFTS] for trial in trials if trial.counters.get(DRAFTS)
+        ]
+        number = name.removeprefix(ACCEPTED).rstrip("}")
+        found.append(figure(f"spec.acceptance.{number}", "share", "higher", shares))
+    return found
+
+
+class Mixed(Probe):
+    """Long prompts that arrive at random times whether the server keeps up or not; answers end by themselves.
+
+    Latency counts from when a request was due: a client that waits for the server must not hide its queue.
+    """
+
+    probe: Literal["mixed"] = "mixed"
+    requests: int = Field(24, ge=1)
+    per_second: float = Field(2, gt=0)
+    shortest: int = Field(128, ge=1)
+    longest: int = Field(8192, ge=1)
+    max_tokens: int = Field(512, ge=1)
+    seed: int = 0
+
+    async def measure(self, target: Target) -> Raw:
+        """Times and lengths are drawn from the seed: the same in every run."""
+        draw = random.Random(self.seed)  # noqa: S311 (no secret)
+        longest = min(self.longest, target.endpoint.positions - self.max_tokens)
+        if longest < self.shortest:
+            return Raw(skipped={"mixed": f"the server has {target.endpoint.positions} positions"})
+        at, requests = 0.0, []
+        for _ in range(self.requests):
+            length = round(self.shortest * (longest / self.shortest) ** draw.random())
+            ask = target.endpoint.completion(await target.prompts.exactly(length), self.max_tokens)
+            requests.append(Timed(at, ask))
+            at += draw.expovariate(self.per_second)
+        return Raw(trials=(await trial(target, "mixed", requests),))
+
+    def cells(self, raw: Raw) -> list[Cell]:
+        """TTFT and whole latency from when due, tokens over the whole time, truncations, HTTP errors."""
+        streams = [stream for trial in raw.trials for stream in trial.streams]
+        reason = raw.skipped.get("mixed") or first_fault(streams)
+        ttft = [stream.ttft for stream in streams if reason is None]
+        whole = [stream.end - stream.due for stream in streams if reason is None]
+        total = sum(stream.completion_tokens or 0 for stream in streams)
+        span = max((stream.end for stream in streams), default=0.0) - min((s.due for s in streams), default=0.0)
+        failed = sum(stream.fault() is not None for stream in streams)
+        return [
+            figure("mixed.ttft", "s", "lower", ttft, reason),
+            figure("mixed.ttft_p99", "s", "lower", [percentile(ttft, 0.99)] if ttft else [], reason),
+            figure("mixed.latency", "s", "lower", whole, reason),
+            figure("mixed.throughput", "tok/s", "higher", [total / span] if span > 0 else [], reason),
+            figure("mixed.truncated", "answers", None, [sum(stream.truncated for stream in streams)], reason),
+            figure("mixed.failed", "requests", "lower", [failed], raw.skipped.get("mixed")),
+        ]

@@ -1,0 +1,149 @@
+"""Exactly scored evaluation sets over the API, and the same for many minutes while memory and handles are watched."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from moetier.bench.meter import Footprint
+from moetier.bench.probes.base import Probe, Raw, Target
+from moetier.bench.samples import Cell, figure
+from moetier.eval import EvalError
+from moetier.eval.ask import Server, evaluate
+from moetier.eval.items import Item, Text, load_set
+from moetier.eval.report import Report
+from moetier.eval.report import Result as Answer
+
+TASKS = ("arithmetic", "copy", "json", "toolcalls", "needle", "heldout_text")
+
+
+class Quality(Probe):
+    """Evaluation sets at temperature 0. limit: the first items of each set; None: all."""
+
+    probe: Literal["quality"] = "quality"
+    tasks: tuple[str, ...] = TASKS
+    limit: int | None = Field(None, ge=1)
+    concurrency: int = Field(8, ge=1)
+    max_tokens: int = Field(256, ge=1)
+
+    async def measure(self, target: Target) -> Raw:
+        """What answered is not kept, only whether it was right and how long it was."""
+        items, skipped = _load(target.sets, self.tasks, self.limit)
+        server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens)
+        # One text at a time: the server's logits of a whole text take far more memory than those of an answer.
+        texts = [item for item in items if isinstance(item, Text)]
+        asked = [item for item in items if isinstance(item, Item)]
+        answers: list[Answer] = []
+        try:
+            answers += await asyncio.to_thread(evaluate, server, asked, self.concurrency)
+            answers += await asyncio.to_thread(evaluate, server, texts, 1)
+        except EvalError as error:
+            skipped |= {task: str(error) for task in self.tasks if task not in skipped}
+            answers = []
+        return Raw(answers=tuple(replace(answer, answer=None) for answer in answers), skipped=skipped)
+
+    def cells(self, raw: Raw) -> list[Cell]:
+        """Per set the share that is right, the median length of an answer, truncations; of texts the loss."""
+        report = Report({}, raw.answers)
+        scores = {score.task: score for score in report.scores()}
+        losses = {loss.task: loss for loss in report.losses()}
+        cells = []
+        for task in self.tasks:
+            if task in losses:
+                cells.append(figure(f"quality.{task}", "nats/token", "lower", [losses[task].loss]))
+                continue
+            asked = [a for a in raw.answers if a.task == task and not a.skipped]
+            reason = raw.skipped.get(task) or (None if asked else "no item fits the model's positions")
+            share = [scores[task].all.correct / len(asked)] if asked else []
+            lengths = [statistics.median(answer.tokens for answer in asked)] if asked else []
+            cut = [sum(answer.finish_reason == "length" for answer in asked)]
+            cells += [
+                figure(f"quality.{task}", "share", "higher", share, reason),
+                figure(f"quality.{task}.tokens", "tokens", None, lengths, reason),
+                figure(f"quality.{task}.truncated", "answers", "lower", cut, reason),
+            ]
+        return cells
+
+
+class Soak(Probe):
+    """Traffic for minutes: the sets again and again, footprint every `every` seconds."""
+
+    probe: Literal["soak"] = "soak"
+    minutes: float = Field(20, gt=0)
+    concurrency: int = Field(8, ge=1)
+    tasks: tuple[str, ...] = TASKS[:4]
+    every: float = Field(10, gt=0)
+    max_tokens: int = Field(256, ge=1)
+
+    async def measure(self, target: Target) -> Raw:
+        """Rounds over all items until the time is over; a failed request ends it, and is the reason."""
+        items, skipped = _load(target.sets, self.tasks, None)
+        if not items:
+            return Raw(skipped={"soak": "; ".join(skipped.values())})
+        server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens)
+        answers: list[Answer] = []
+        footprints: list[Footprint] = []
+        end = time.monotonic() + 60 * self.minutes
+        rounds = asyncio.create_task(_rounds(server, items, self.concurrency, end, answers))
+        while not rounds.done():
+            footprint = target.meter.footprint()
+            footprints += [footprint] if footprint else []
+            await asyncio.wait({rounds}, timeout=self.every)
+        error = rounds.exception()
+        kept = tuple(replace(answer, answer=None) for answer in answers)
+        return Raw(
+            answers=kept, footprints=tuple(footprints), skipped={"soak": str(error)} if error is not None else {}
+        )
+
+    def cells(self, raw: Raw) -> list[Cell]:
+        """Requests, share of right ones in the first and the last third, growth of memory and handles."""
+        reason = raw.skipped.get("soak")
+        third = max(1, len(raw.answers) // 3)
+        first, last = (_share(part) for part in (raw.answers[:third], raw.answers[-third:]))
+        settled = raw.footprints[len(raw.footprints) // 4 :]
+        short = None if len(settled) >= 4 else "fewer than four readings of the footprint after the first quarter"
+        grown = [settled[-1].rss_mib - settled[0].rss_mib] if settled else []
+        handles = [settled[-1].handles - settled[0].handles] if settled else []
+        return [
+            figure("soak.requests", "requests", None, [len(raw.answers)], reason),
+            figure("soak.right_first_third", "share", "higher", first, reason),
+            figure("soak.right_last_third", "share", "higher", last, reason),
+            figure("soak.rss_growth", "MiB", "lower", grown, reason or short),
+            figure("soak.handle_growth", "handles", "lower", handles, reason or short),
+        ]
+
+
+async def _rounds(
+    server: Server, items: list[Item | Text], concurrency: int, end: float, answers: list[Answer]
+) -> None:
+    """Append what `evaluate` answers, a batch at a time, until `end`."""
+    batch = 4 * concurrency
+    position = 0
+    while time.monotonic() < end:
+        chosen = [items[(position + n) % len(items)] for n in range(batch)]
+        answers += await asyncio.to_thread(evaluate, server, chosen, concurrency)
+        position += batch
+
+
+def _load(folders: Sequence[Path], tasks: Sequence[str], limit: int | None) -> tuple[list[Item | Text], dict[str, str]]:
+    """Items of the sets that are here, and of the others why not."""
+    items: list[Item | Text] = []
+    skipped = {}
+    for task in tasks:
+        path = next((path for folder in folders if (path := folder / f"{task}.jsonl").is_file()), None)
+        if path is None:
+            skipped[task] = f"the set {task} is not here"
+        else:
+            items += load_set(path)[:limit]
+    return items, skipped
+
+
+def _share(answers: Sequence[Answer]) -> list[float]:
+    return [sum(answer.correct for answer in answers) / len(answers)] if answers else []

@@ -1,0 +1,72 @@
+"""Client truth: against a server whose timing is known, every figure is within 2 % of what the script says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+import pytest
+
+from moetier.bench.corpus import Prompts
+from moetier.bench.endpoint import connect
+from moetier.bench.meter import Meter
+from moetier.bench.probes import Decode, Growth, Prefill
+from moetier.bench.probes.base import Probe, Target
+from moetier.bench.samples import Cell
+from tests.bench.scripted import Script, scripted
+
+
+def measured(script: Script, probe: Probe) -> dict[str, Cell]:
+    """Cells of a probe against a scripted server."""
+
+    async def run() -> dict[str, Cell]:
+        with scripted(script) as url:
+            async with connect(url, None, None) as endpoint:
+                target = Target(endpoint, Prompts(endpoint), Meter(psutil.Process()), url)
+                raw = await probe.measure(target)
+                restored = type(raw).model_validate_json(raw.model_dump_json())
+                return {cell.name: cell for cell in probe.cells(restored)}
+
+    return asyncio.run(run())
+
+
+def near(value: float) -> object:
+    """Within 2 %."""
+    return pytest.approx(value, rel=0.02)
+
+
+@pytest.mark.parametrize("level", [1, 2, 4, 8, 16, 32])
+def test_decode_by_concurrency(level: int) -> None:
+    probe = Decode(levels=(level,), repeats=1, seconds=1.5, warmup_seconds=0.2)
+    cells = measured(Script(first=0.2, gap=0.05, per_chunk=3), probe)
+    assert cells[f"decode.C{level}"].value == near(level * 3 / 0.05)
+
+
+@pytest.mark.parametrize("level", [1, 2, 4, 8, 16, 32])
+def test_ttft_under_concurrency_counts_the_first_reasoning_token(level: int) -> None:
+    from moetier.bench.probes.base import Timed, trial
+
+    async def run() -> list[float]:
+        with scripted(Script(first=0.5, gap=0.05, reasoning=10, role_at=0.01, stop_after=20)) as url:
+            async with connect(url, None, None) as endpoint:
+                target = Target(endpoint, Prompts(endpoint), Meter(None), url)
+                asks = [Timed(0.02 * n, endpoint.chat("hello", 100)) for n in range(level)]
+                found = await trial(target, "x", asks)
+                assert all(stream.fault() is None for stream in found.streams)
+                assert all(stream.completion_tokens == 20 for stream in found.streams)
+                return sorted(stream.ttft for stream in found.streams)
+
+    ttfts = asyncio.run(run())
+    assert ttfts[len(ttfts) // 2] == near(0.5)
+
+
+def test_prefill_and_ttft_of_exact_lengths() -> None:
+    cells = measured(Script(first=0.5), Prefill(lengths=(100, 1000), repeats=1))
+    for length in (100, 1000):
+        assert cells[f"ttft.{length}"].value == near(0.5)
+        assert cells[f"prefill.{length}"].value == near(length / 0.5)
+
+
+def test_decode_behind_a_context() -> None:
+    cells = measured(Script(first=0.2, gap=0.03, per_chunk=2), Growth(lengths=(64,), tokens=64, repeats=1))
+    assert cells["growth.64"].value == near(2 / 0.03)
