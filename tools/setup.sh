@@ -22,6 +22,7 @@ find_python() {
     die "expected Python 3.11 or newer at '$PYTHON', found none: install it or name another, make PYTHON=python3.12"
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     die "expected Python 3.11 or newer, found $python_version: name another, make PYTHON=python3.12"
+  python_identity=$("$PYTHON" tools/interpreter.py)
 }
 
 # What the system must have, and the Debian packages that bring it.
@@ -38,7 +39,7 @@ check_system() {
 packages_key() {
   {
     cat tools/setup.sh constraints/*.txt
-    echo "$PWD|$python_version|$(readlink -f "$(command -v "$PYTHON")")|$(uname -m)|$TORCH|$VLLM"
+    echo "$PWD|$python_identity|$TORCH|$VLLM"
     if [ -f "$VLLM" ]; then cat "$VLLM"; fi
   } | digest
 }
