@@ -1,5 +1,6 @@
 #include "core/pool.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include <pthread.h>
@@ -41,6 +42,12 @@ public:
   FloatState &operator=(const FloatState &) = delete;
 };
 
+std::int64_t now() {
+  return std::chrono::steady_clock::now().time_since_epoch().count();
+}
+
+} // namespace
+
 void allow_cpus(const std::vector<int> &cpus) {
   if (cpus.empty()) return;
   cpu_set_t set;
@@ -52,15 +59,14 @@ void allow_cpus(const std::vector<int> &cpus) {
   (void)pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
-} // namespace
-
 struct ThreadPool::State {
   static constexpr std::uint32_t kOpen = 1U << 31;
 
   alignas(64) std::atomic<std::uint32_t> ticket{0}; // one more for every call; workers sleep on it
   alignas(64) std::atomic<std::uint32_t> gate{0};   // kOpen while a call takes workers in, plus how many are inside
   std::atomic<bool> stop{false};
-  Entry entry = nullptr; // both are written only while the gate is shut and empty
+  std::atomic<std::int64_t> awake_until{0}; // steady clock; looked at beside kSpin
+  Entry entry = nullptr;                    // both are written only while the gate is shut and empty
   void *context = nullptr;
   std::mutex turn;
   std::vector<std::thread> workers;
@@ -76,13 +82,13 @@ struct ThreadPool::State {
   void leave() { gate.fetch_sub(1, std::memory_order_release); }
 
   void await_ticket(std::uint32_t seen) {
-    const auto start = std::chrono::steady_clock::now();
+    const std::int64_t spin_until_time = now() + std::chrono::nanoseconds(kSpin).count();
     do {
       for (int turn_count = 0; turn_count < 64; ++turn_count) {
         if (ticket.load(std::memory_order_acquire) != seen) return;
         relax();
       }
-    } while (std::chrono::steady_clock::now() - start < kSpin);
+    } while (now() < std::max(spin_until_time, awake_until.load(std::memory_order_relaxed)));
     ticket.wait(seen, std::memory_order_acquire);
   }
 
@@ -137,6 +143,15 @@ ThreadPool::~ThreadPool() {
 
 bool ThreadPool::usable() const {
   return owner_ == static_cast<std::uint64_t>(getpid());
+}
+
+void ThreadPool::stay_awake(std::chrono::microseconds time) {
+  State &state = *state_;
+  const std::int64_t before = now();
+  const bool asleep = state.awake_until.exchange(before + std::chrono::nanoseconds(time).count()) <= before;
+  if (!asleep) return;
+  state.ticket.fetch_add(1, std::memory_order_release); // a worker that wakes finds the gate shut and looks again
+  state.ticket.notify_all();
 }
 
 void ThreadPool::run_raw(Entry entry, void *context) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -29,6 +30,9 @@ void spin_until(Ready ready) {
   }
 }
 
+// Lets the calling thread use `cpus` only; an empty list leaves its affinity alone.
+void allow_cpus(const std::vector<int> &cpus);
+
 class ThreadPool {
 public:
   // `threads` counts the caller of run(). Workers may use `cpus`; an empty list leaves their affinity alone.
@@ -40,6 +44,9 @@ public:
   int threads() const { return threads_; }
   // False in a child that was forked after the pool was made: its workers do not exist there.
   bool usable() const;
+
+  // Calls are about to come: until then the workers look for them without sleeping. Wakes those that sleep.
+  void stay_awake(std::chrono::microseconds time);
 
   // Calls work(index) on the calling thread (index 0) and on every worker that is awake in time; returns when none is
   // inside. Work must be shared out by atomic counters, since a late worker never enters. Float state is the default

@@ -17,6 +17,8 @@
 
 namespace nb = nanobind;
 
+void bind_mailbox(nb::module_ &module); // mailbox.cpp
+
 namespace {
 
 using moetier::BoundExperts;
@@ -180,4 +182,6 @@ NB_MODULE(_native, module) {
             [&](moetier::Experts &experts) { return experts.rows(input, as_span<std::uint64_t>(addresses), rows); }));
         return listed(self.experts());
       });
+
+  bind_mailbox(module);
 }

@@ -86,6 +86,11 @@ class CpuExperts:
         )
 
     @property
+    def native(self) -> _native.Experts:
+        """The binding's object, for the mailbox."""
+        return self._native
+
+    @property
     def workspace_bytes(self) -> int:
         """Memory held for steps: 5.25 bytes a token and hidden element, 1.25 a pair and intermediate element."""
         return self._native.workspace_bytes

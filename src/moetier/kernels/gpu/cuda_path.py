@@ -57,6 +57,26 @@ class RingSizes:
     down_depth: int
 
 
+@dataclass(frozen=True)
+class HybridArguments:
+    """What the kernels of a hybrid step are given beside the call; nothing where the step is not hybrid."""
+
+    live: torch.Tensor | None = None
+    """int32 [1] on the device: how many of the tokens are real."""
+    step: torch.Tensor | None = None
+    box: torch.Tensor | None = None
+    patience_ns: int = 0
+
+    def up(self) -> tuple[torch.Tensor | None, ...]:
+        return self.live, self.step
+
+    def down(self) -> tuple[torch.Tensor | int | None, ...]:
+        return self.live, self.step, self.box, self.patience_ns
+
+
+NOT_HYBRID = HybridArguments()
+
+
 def panel_sizes(arch: str, shared_bytes_a_block: int) -> PanelSizes:
     """Which panels a device of `arch` ("sm_90a") with that much shared memory a block computes."""
     if arch == "sm_90a":
@@ -68,10 +88,14 @@ DECODE_RINGS = {1: RingSizes(4, 2, 9, 3), 8: RingSizes(4, 2, 9, 2)}
 """By group size."""
 
 
-def decode_macros(sizes: Sizes, group: int) -> dict[str, str | int]:
-    """What decode.cu is compiled with."""
+def decode_macros(sizes: Sizes, group: int, box_tokens: int = 0) -> dict[str, str | int]:
+    """What decode.cu is compiled with. box_tokens: for hybrid steps of at most so many tokens."""
     ring = DECODE_RINGS[group]
-    macros = _macros(sizes) | {"GROUP_SIZE": group, "UP_DEPTH": ring.up_depth, "DOWN_DEPTH": ring.down_depth}
+    macros = _macros(sizes, box_tokens) | {
+        "GROUP_SIZE": group,
+        "UP_DEPTH": ring.up_depth,
+        "DOWN_DEPTH": ring.down_depth,
+    }
     return macros | {"UP_BLOCKS_A_STAGE": ring.up_blocks, "DOWN_BLOCKS_A_STAGE": ring.down_blocks}
 
 
@@ -96,13 +120,13 @@ def decode_rings(sizes: Sizes, group: int) -> tuple[int, int]:
     return max(up, s * 64 * group * 4), down
 
 
-def prefill_macros(sizes: Sizes, panel: PanelSizes) -> dict[str, str | int]:
-    """What prefill.cu is compiled with."""
+def prefill_macros(sizes: Sizes, panel: PanelSizes, box_tokens: int = 0) -> dict[str, str | int]:
+    """What prefill.cu is compiled with; box_tokens as in `decode_macros`."""
     sizes_of_ring = {"DEPTH": panel.depth, "STAGE_BLOCKS": panel.stage_blocks, "WGMMA": int(panel is WGMMA)}
-    return _macros(sizes) | sizes_of_ring
+    return _macros(sizes, box_tokens) | sizes_of_ring
 
 
-def _macros(sizes: Sizes) -> dict[str, str | int]:
+def _macros(sizes: Sizes, box_tokens: int) -> dict[str, str | int]:
     g, family = sizes.geometry, sizes.family
     macros: dict[str, str | int] = {
         "HIDDEN": g.hidden,
@@ -112,6 +136,8 @@ def _macros(sizes: Sizes) -> dict[str, str | int]:
         "EXPERTS": g.experts,
         "TOP_K": g.top_k,
         "WEIGHTED": int(family.route_weight_before_down),
+        "HYBRID_STEP": int(box_tokens > 0),
+        "BOX_TOKENS": max(box_tokens, 1),
     }
     if family.swiglu_limit is not None:
         macros["LIMIT_BITS"] = hex(int(np.float32(family.swiglu_limit).view(np.uint32)))
@@ -121,7 +147,7 @@ def _macros(sizes: Sizes) -> dict[str, str | int]:
 class _Decode:
     """decode.cu for one group size: how many pairs of an expert share a pass over its weights."""
 
-    def __init__(self, sizes: Sizes, group: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, group: int, device: torch.device, box_tokens: int) -> None:
         g = sizes.geometry
         down_blocks = g.slice_intermediate // BLOCK
         up_shared, self.down_ring = decode_rings(sizes, group)
@@ -134,17 +160,22 @@ class _Decode:
             "gate_up_decode": (_up_warps(sizes) * 32, up_shared),
             "down_decode": (256, self.down_ring + self.max_pairs * self.chains * 64),
         }
-        self.kernels = nvrtc.load("decode.cu", decode_macros(sizes, group), device, kernels)
+        if box_tokens and group == 1:
+            kernels["begin_step"] = (THREADS, 0)
+        self.kernels = nvrtc.load("decode.cu", decode_macros(sizes, group, box_tokens), device, kernels)
 
 
 class CudaPath:
-    """The NVIDIA path (sm_80 and newer). One object serves every layer of the same sizes, one call at a time."""
+    """The NVIDIA path (sm_80 and newer). One object serves every layer of the same sizes, one call at a time.
 
-    def __init__(self, sizes: Sizes, max_tokens: int, device: torch.device) -> None:
-        self.sizes, self.device = sizes, device
+    box_tokens: compiled for hybrid steps of at most so many tokens, which kernels/gpu/hybrid.py launches.
+    """
+
+    def __init__(self, sizes: Sizes, max_tokens: int, device: torch.device, box_tokens: int = 0) -> None:
+        self.sizes, self.device, self.box_tokens = sizes, device, box_tokens
         g = sizes.geometry
-        self.alone = _Decode(sizes, 1, device)
-        self.shared = _Decode(sizes, 8, device)
+        self.alone = _Decode(sizes, 1, device, box_tokens)
+        self.shared = _Decode(sizes, 8, device, box_tokens)
         limit = nvrtc.shared_memory_a_block(device)
         self.panel = panel_sizes(nvrtc.architecture(device), limit)
         self._load_prefill(self.panel)
@@ -179,7 +210,9 @@ class CudaPath:
         kernels["plan_tiles"] = (1024, 0)
         kernels["gate_up_prefill"] = (THREADS, panel.shared_bytes(g.hidden // BLOCK))
         kernels["down_prefill"] = (THREADS, panel.shared_bytes(g.slice_intermediate // BLOCK))
-        self.kernels = nvrtc.load("prefill.cu", prefill_macros(self.sizes, panel), self.device, kernels)
+        self.kernels = nvrtc.load(
+            "prefill.cu", prefill_macros(self.sizes, panel, self.box_tokens), self.device, kernels
+        )
 
     def decode_kernels(self, call: Call) -> _Decode | None:
         tokens, pairs = call.x.shape[0], call.ids.numel()
@@ -206,10 +239,17 @@ class CudaPath:
     def combine(self, call: Call, out: torch.Tensor) -> None:
         self._combine(call, None, out)
 
-    def decode(self, path: _Decode, call: Call, out: torch.Tensor | None, quantize: bool = True) -> None:
+    def decode(
+        self,
+        path: _Decode,
+        call: Call,
+        out: torch.Tensor | None,
+        quantize: bool = True,
+        hybrid: HybridArguments = NOT_HYBRID,
+    ) -> None:
         """Three launches; without `out`, into `call.rows`. The second and third start while the one before still runs.
 
-        quantize: False leaves the first out, for measurements.
+        quantize: False leaves the first out: in a hybrid step another kernel takes its place.
         """
         g = self.sizes.geometry
         blocks, pairs = call.x.numel() // BLOCK, call.ids.numel()
@@ -217,11 +257,13 @@ class CudaPath:
         if quantize:
             path.kernels["quantize_decode"].launch((-(-blocks // 8), 1), (call.x, self.q, self.meta, blocks))
         path.kernels["gate_up_decode"].launch(
-            (g.intermediate // BLOCK, pairs), (self.q, self.meta, *route, self.hq, self.hmeta), dependent=True
+            (g.intermediate // BLOCK, pairs),
+            (self.q, self.meta, *route, self.hq, self.hmeta, *hybrid.up()),
+            dependent=True,
         )
         path.kernels["down_decode"].launch(
             (g.hidden // 16, 1),
-            (self.hq, self.hmeta, *route, call.rows, out),
+            (self.hq, self.hmeta, *route, call.rows, out, *hybrid.down()),
             dependent=True,
             shared_bytes=path.down_ring + pairs * path.chains * 64,
         )
@@ -250,4 +292,16 @@ class CudaPath:
             k["join_slices"].launch((pairs, 1), (self.parts, call.ids, call.slot_table, pairs, call.rows))
 
     def _combine(self, call: Call, slot_table: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.kernels["combine"].launch((call.x.shape[0], 1), (call.rows, call.ids, call.weights, slot_table, out))
+        self.combine_hybrid(call, slot_table, out, None, NOT_HYBRID)
+
+    def combine_hybrid(
+        self,
+        call: Call,
+        slot_table: torch.Tensor | None,
+        out: torch.Tensor,
+        box_rows: torch.Tensor | None,
+        hybrid: HybridArguments,
+    ) -> None:
+        """`call.rows`, and of experts without a slot `box_rows` [T, top_k, hidden], into `out`."""
+        arguments = (call.rows, call.ids, call.weights, slot_table, out, box_rows, *hybrid.down()[1:])
+        self.kernels["combine"].launch((call.x.shape[0], 1), arguments)

@@ -1,6 +1,7 @@
 // The contract's small functions for CUDA; names as in the oracle. Compiled with -fmad=false: a fused multiply-add is
 // written only where the product is exact. The layer's sizes are macros: HIDDEN, INNER (a slice's intermediate size),
-// SLICES, SLICE_BYTES, EXPERTS, TOP_K, WEIGHTED (route weight before down), LIMIT_BITS (the clamp's float bits, or none).
+// SLICES, SLICE_BYTES, EXPERTS, TOP_K, WEIGHTED (route weight before down), LIMIT_BITS (the clamp's float bits, or none);
+// HYBRID_STEP is 1 for a hybrid step, of at most BOX_TOKENS tokens.
 #pragma once
 
 typedef unsigned char u8;
@@ -16,6 +17,7 @@ __host__ __device__ constexpr int largest_divisor(int n, int most) { return n % 
 // Byte offsets in a slice of a record: codes of gate, up, down, then their scales.
 constexpr size_t CODES = size_t(INNER) * HIDDEN / 2, SCALES = size_t(INNER) * HIDDEN / 32;
 constexpr int INTERMEDIATE = INNER * SLICES;
+constexpr bool HYBRID = HYBRID_STEP;  // compiled for the hybrid step (hybrid.cuh), whose other rows are the CPU's
 
 constexpr int MAGIC = 0x4B400000;  // bits of 1.5 * 2^23: MAGIC + d, read as a float, is 1.5 * 2^23 + d
 constexpr int OFFSET = 116;        // unpacked weights are w - OFFSET, so that every byte of both tables has its top bit set

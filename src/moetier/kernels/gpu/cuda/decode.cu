@@ -1,14 +1,38 @@
-// Decode in three launches: quantize, gate_up, down (which combines too).
+// Decode in three launches: quantize, gate_up, down (which combines too). In a hybrid step begin_step takes the place of
+// quantize. `live`: how many tokens are real; `step`, `box`, `patience`: see hybrid.cuh; all null where the step is not hybrid.
 #include "decode.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) quantize_decode(const u16 *x, s8 *q, Meta *meta, int blocks) {
-  let_next_start();
-  int block = (blockIdx.x * 256 + threadIdx.x) / 32, lane = threadIdx.x % 32;
+__device__ __forceinline__ void quantize_blocks(const u16 *x, s8 *q, Meta *meta, int blocks, int first) {
+  int block = first + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (block >= blocks) return;
   Quantized b = quantize(from_bf16(x[size_t(block) * 32 + lane]));
   q[size_t(block) * 32 + lane] = s8(b.q);
   if (lane == 0) meta[block] = meta_of(b);
 }
+
+extern "C" __global__ void __launch_bounds__(256) quantize_decode(const u16 *x, s8 *q, Meta *meta, int blocks) {
+  let_next_start();
+  quantize_blocks(x, q, meta, blocks, blockIdx.x * 8);
+}
+
+#if HYBRID_STEP
+// Block 0 plans, the next `streams` blocks stream what it chose, the others quantize (none where blocks is 0).
+extern "C" __global__ void __launch_bounds__(STEP_THREADS)
+    begin_step(const u16 *x, s8 *q, Meta *meta, int blocks, const int *ids, const float *weights, int pairs, const int *slot_table,
+               const u64 *records, int layer, int staging_first, int staging, int streams, const Costs *costs, u32 *heat,
+               const int *live, int *step_ids, Step *step, Box *box, int *box_ids, float *box_weights, u16 *box_x,
+               int *box_streamed, u8 *slots, size_t stride) {
+  let_next_start();
+  const int block = blockIdx.x;
+  if (block == 0)
+    plan_step({x, ids, weights, pairs, slot_table, records, layer, staging_first, staging, costs, heat, live, step_ids}, *step,
+              {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
+  else if (block <= streams)
+    stream_records(*step, slots, stride, block - 1, streams);
+  else
+    quantize_blocks(x, q, meta, blocks, (block - 1 - streams) * 8);
+}
+#endif
 
 // gate_up: block (i, p) computes 32 rows of h for pair p and, where GROUP > 1, the other pairs of p's expert.
 constexpr int UP_STAGE = largest_divisor(UP_CHAIN, UP_BLOCKS_A_STAGE);
@@ -51,14 +75,19 @@ __device__ __forceinline__ void gate_up_sums(u8 *shared, UpRing &ring, const UpW
 
 extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
     gate_up_decode(const s8 *q, const Meta *meta, const int *ids, const float *route_weights, const int *slot_table,
-                   const u8 *slots, size_t stride, int pairs, s8 *hq, Meta *hmeta) {
+                   const u8 *slots, size_t stride, int pairs, s8 *hq, Meta *hmeta, const int *live, const Step *step) {
   extern __shared__ __align__(16) u8 shared[];
   __shared__ u16 members[MAX_PAIRS], tokens[MAX_PAIRS];
   __shared__ u32 masks[4];
   let_next_start();
   const int pair = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int expert = ids[pair];
-  const int slot = expert >= 0 && expert < EXPERTS ? slot_table[expert] : -1;
+  if (HYBRID) pairs = min(pairs, *live * TOP_K);
+  const int expert = HYBRID && pair >= pairs ? -1 : ids[pair];
+  int slot = expert >= 0 && expert < EXPERTS ? slot_table[expert] : -1;
+  if (HYBRID && expert >= 0 && expert < EXPERTS && slot < 0) {  // streamed, perhaps
+    wait_for_previous();
+    slot = step->table[expert];
+  }
   int count = 1;
   bool mine = slot >= 0;
   if (GROUP > 1 && mine) {  // all pairs of this expert, by the block of its first pair
@@ -122,15 +151,27 @@ extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
 // out: bf16 bits [tokens, HIDDEN], or null: then rows float32 [pairs, HIDDEN] of the pairs that have a slot.
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 2)
     down_decode(const s8 *hq, const Meta *hmeta, const int *ids, const float *route_weights, const int *slot_table,
-                const u8 *slots, size_t stride, int pairs, float *rows, u16 *out) {
+                const u8 *slots, size_t stride, int pairs, float *rows, u16 *out, const int *live, Step *step, Box *box,
+                u64 patience) {
   extern __shared__ __align__(16) u8 shared[];
   __shared__ Work work;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = pairs;
+  if (HYBRID) pairs = min(pairs, *live * TOP_K);
   float *parts = (float *)(shared + DOWN_WARPS * DOWN_DEPTH * DownStage::stride);
   const DownRing ring(shared + warp * DOWN_DEPTH * DownStage::stride);
-  const int tasks = plan(work, ids, slot_table, slots, stride, pairs) * CHAINS;
-  down_prefetch(ring, work, tasks, blockIdx.x, warp, lane);
+  int tasks = plan(work, ids, slot_table, slots, stride, pairs) * CHAINS;
+  bool missing = false;  // some pair has no slot, or gets one only in this call
+  if (HYBRID) {
+    const int p = threadIdx.x;
+    missing = __syncthreads_or(p < pairs && work.id[p] >= 0 && work.id[p] < EXPERTS && work.slot[p] < 0);
+  }
+  if (!missing) down_prefetch(ring, work, tasks, blockIdx.x, warp, lane);
   wait_for_previous();
+  if (missing) {
+    tasks = plan(work, ids, step->table, slots, stride, pairs) * CHAINS;
+    down_prefetch(ring, work, tasks, blockIdx.x, warp, lane);
+  }
   down_sums(Tables(), ring, work, tasks, blockIdx.x, parts, hq, hmeta, warp, lane);
-  combine(work, parts, route_weights, pairs, blockIdx.x, rows, out);
+  if (missing && step->pending) await_answer(*step, box, patience);
+  combine(work, parts, route_weights, pairs, all, blockIdx.x, rows, out);
 }

@@ -2,7 +2,7 @@
 // multiplies by int8 tensor-core instructions of 16 rows x 32 k x 8 tokens: a tile of the record is exactly one instruction's
 // left operand.
 #pragma once
-#include "common.cuh"
+#include "hybrid.cuh"
 
 constexpr int MAX_PAIRS = 128;
 constexpr int GROUP = GROUP_SIZE;  // pairs of one expert that share a pass over its weights: 1 or 8
@@ -397,9 +397,10 @@ __device__ __forceinline__ float whole_row(const float *parts) {  // segments in
 }
 
 // Rows of y from the partial sums of 16 rows (tile `tile` of HIDDEN), then the tokens' sums. out: bf16 bits [tokens, HIDDEN],
-// or null: then rows float32 [pairs, HIDDEN] of the pairs that have a slot.
-__device__ __forceinline__ void combine(const Work &work, float *parts, const float *route_weights, int pairs, int tile, float *rows,
-                                        u16 *out) {
+// or null: then rows float32 [pairs, HIDDEN] of the pairs that have a slot. In a hybrid step the CPU's rows are in `rows`.
+// pairs: of real tokens; the other tokens of `all` pairs come out as zeros.
+__device__ __forceinline__ void combine(const Work &work, float *parts, const float *route_weights, int pairs, int all, int tile,
+                                        float *rows, u16 *out) {
   const size_t n = size_t(tile) * 16;
   for (int i = threadIdx.x; i < pairs * 16; i += DOWN_WARPS * 32) {
     int p = i / 16, r = i % 16;
@@ -412,13 +413,15 @@ __device__ __forceinline__ void combine(const Work &work, float *parts, const fl
   }
   if (!out) return;
   __syncthreads();
-  for (int i = threadIdx.x; i < pairs / TOP_K * 16; i += DOWN_WARPS * 32) {
+  for (int i = threadIdx.x; i < all / TOP_K * 16; i += DOWN_WARPS * 32) {
     int token = i / 16, r = i % 16;
     float acc = 0.f;
-    for (int k = 0; k < TOP_K; k++) {
+    for (int k = 0; k < TOP_K && token * TOP_K < pairs; k++) {
       int p = work.order[token * TOP_K + k], id = work.id[p];
       if (id < 0 || id >= EXPERTS) continue;
-      float y = work.slot[p] < 0 ? __int_as_float(0x7FC00000) : parts[p * CHAINS * 16 + r];  // no row: the token is NaN
+      float y = work.slot[p] >= 0 ? parts[p * CHAINS * 16 + r]
+                : HYBRID          ? load_host(rows + p * size_t(HIDDEN) + n + r)
+                                  : __int_as_float(0x7FC00000);  // no row: the token is NaN
       acc = __fadd_rn(acc, flush(WEIGHTED ? y : __fmul_rn(y, route_weights[p])));
     }
     out[token * size_t(HIDDEN) + n + r] = to_bf16(acc);

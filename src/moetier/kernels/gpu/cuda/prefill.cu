@@ -5,6 +5,7 @@
 #else
 #include "panel_mma.cuh"
 #endif
+#include "hybrid.cuh"
 
 constexpr int ROWS = ROW_TILES * 16, HALF_TILES = ROW_TILES / 2, HALF_ROWS = ROWS / 2;
 
@@ -203,11 +204,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_slices(const float *p
 }
 
 // A token's rows in ascending expert id, equal ids in the router's order. slot_table, unless null, makes a token NaN that
-// is routed to an expert without a slot.
-extern "C" __global__ void __launch_bounds__(THREADS) combine(const float *rows, const int *ids, const float *weights,
-                                                              const int *slot_table, u16 *out) {
+// is routed to an expert without a slot; in a hybrid step such rows are the CPU's, in `box_rows`.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    combine(const float *rows, const int *ids, const float *weights, const int *slot_table, u16 *out, const float *box_rows,
+            Step *step, Box *box, u64 patience) {
   __shared__ int expert[TOP_K], order[TOP_K];
   const size_t token = blockIdx.x;
+  if (HYBRID && step->pending) await_answer(*step, box, patience);
   const int k = threadIdx.x;
   if (k < TOP_K) expert[k] = ids[token * TOP_K + k];
   __syncthreads();
@@ -222,9 +225,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const float *rows,
     for (int i = 0; i < TOP_K; i++) {
       int at = order[i], id = expert[at];
       if (id < 0 || id >= EXPERTS) continue;
-      float4 y = *(const float4 *)(rows + (token * TOP_K + at) * HIDDEN + n);
+      const size_t from = (token * TOP_K + at) * HIDDEN + n;
+      const bool elsewhere = slot_table && slot_table[id] < 0, missing = elsewhere && !HYBRID;
+      float4 y;
+      if (HYBRID && elsewhere) {
+        uint4 bits = load_host((const uint4 *)(box_rows + from));
+        y = make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
+      } else {
+        y = *(const float4 *)(rows + from);
+      }
       float weight = WEIGHTED ? 1.f : weights[token * TOP_K + at];
-      bool missing = slot_table && slot_table[id] < 0;
       float values[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
       for (int j = 0; j < 4; j++) {

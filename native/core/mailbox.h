@@ -1,0 +1,84 @@
+// The CPU's end of the mailbox (box.cuh): a thread that waits for the device's requests, has the experts computed and
+// answers.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "box.cuh"
+#include "core/experts.h"
+
+namespace moetier {
+
+// The arrays beside the box, all in pinned memory. Pairs are numbered token * top_k + position.
+struct Mail {
+  Box *box;
+  const std::int32_t *ids; // [pairs], -1 where the pair is not the CPU's
+  const float *weights;    // [pairs]
+  const std::uint16_t *x;  // bf16 [tokens][hidden], filled in for tokens with a pair of the CPU
+  float *rows;             // [pairs][hidden]: the answer
+};
+
+class Mailbox {
+public:
+  // Computes one step: Experts::rows with whatever guards it. False where it could not be done.
+  using Compute = std::function<bool(const StepInput &, std::span<const std::uint64_t>, float *)>;
+  struct Counts {
+    std::uint64_t calls, nanoseconds, helps;
+  };
+
+  // tables: of each layer, where its experts' records lie, 0 where one is not in DRAM. They may change between
+  // requests, and while `help` is under way. The thread runs on `cpus`; an empty list leaves its affinity alone.
+  Mailbox(const Mail &mail, std::size_t top_k, std::size_t experts, std::vector<const std::uint64_t *> tables,
+          ThreadPool &pool, Compute compute, const std::vector<int> &cpus);
+  ~Mailbox();
+  Mailbox(const Mailbox &) = delete;
+  Mailbox &operator=(const Mailbox &) = delete;
+
+  // A step is about to begin: be awake for its requests.
+  void wake();
+  // Waits for a request that needs a record which is not in DRAM; its number, or 0 after `timeout` or the end. Whoever
+  // takes it writes all of its rows, then calls `answer` or `refuse`.
+  std::uint32_t await_help(std::chrono::milliseconds timeout);
+  void answer(std::uint32_t request);
+  void refuse(std::uint32_t request);
+  Counts counts() const;
+  // Ends the thread; a request under way is finished first. Nobody may be waiting in await_help afterwards.
+  void close();
+
+private:
+  static constexpr std::chrono::milliseconds kAwake{
+      20}; // that it looks for requests without a pause after the last one
+  static constexpr std::chrono::milliseconds kNap{2};
+
+  void work();
+  void serve(std::uint32_t request);
+  bool all_here(std::span<const std::uint64_t> addresses, std::size_t pairs) const;
+  void helped(std::uint32_t request, unsigned &word);
+
+  Mail mail_;
+  std::size_t top_k_;
+  std::size_t experts_;
+  std::vector<const std::uint64_t *> tables_;
+  ThreadPool &pool_;
+  Compute compute_;
+  std::atomic<bool> stop_{false};
+  std::atomic<std::uint64_t> calls_{0};
+  std::atomic<std::uint64_t> nanoseconds_{0};
+  std::atomic<std::uint64_t> helps_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool awake_ = false;      // under mutex_: someone called wake
+  std::uint32_t help_ = 0;  // under mutex_: the request that needs help
+  std::uint32_t taken_ = 0; // under mutex_: the last one that was taken
+  std::thread thread_;
+};
+
+} // namespace moetier

@@ -1,0 +1,232 @@
+// The hybrid step of a layer. Each routed expert is in a slot, or is streamed from DRAM into a staging slot in this very call,
+// or is computed by the CPU meanwhile. `plan_step` decides and posts the CPU's part to the mailbox; whoever combines awaits
+// the answer. Which one computes an expert never changes a bit of its rows.
+#pragma once
+#include "box.cuh"
+#include "common.cuh"
+
+typedef unsigned long long u64;
+
+constexpr int STEP_THREADS = 256, MAX_STAGED = 64;
+
+// Nanoseconds: of a CPU call, of the least an expert takes there (its bytes), of a pair (its arithmetic), of an expert over the
+// link, and of an expert's bytes out of DRAM, which CPU and link share.
+struct Costs {
+  float cpu_call, cpu_expert, cpu_pair, stream_expert, dram_expert;
+};
+
+enum Count { LAYERS, LAYERS_MISSED, HITS, MISSES, STREAMED, PAIRS_CPU, WAITED_NS, COUNTS };
+
+struct Step {
+  u64 counts[8];  // since the start: see Count
+  u32 sequence;   // of the last request
+  u32 awaited;    // the request whose answer this call needs, if `pending`
+  u32 released;   // the last request whose answer was seen, for blocks that do not poll
+  int pending;    // this call posted a request
+  int planned;    // 1 + the number of records to stream, while blocks stream them
+  int left;       // blocks that have streamed
+  int pad[2];
+  u64 from[MAX_STAGED];  // records to stream, and the slot of each
+  int to[MAX_STAGED];
+  int table[EXPERTS];  // slot of each routed expert in this call, or -1: the CPU's
+};
+
+// What begin_step is given of a call, the store and the mailbox.
+struct StepCall {
+  const u16 *x;
+  const int *ids;
+  const float *weights;
+  int pairs;
+  const int *slot_table;
+  const u64 *records;  // pinned: where each expert's record lies in DRAM, or 0
+  int layer;
+  int staging_first, staging;  // staging slots
+  const Costs *costs;
+  u32 *heat;        // pairs of each expert so far
+  const int *live;  // tokens that are real; what follows is padding
+  int *step_ids;    // ids, -1 where there is nothing to compute
+};
+struct Mail {
+  Box *box;
+  int *ids;
+  float *weights;
+  u16 *x;
+  int *streamed;
+};
+
+__device__ __forceinline__ u32 load_acquire(const u32 *p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_release(u32 *p, u32 v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ u64 load_acquire_system(const u64 *p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+__device__ __forceinline__ uint4 load_host(const uint4 *p) {  // never from a cache: the CPU may have changed it
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ float load_host(const float *p) { return *(const volatile float *)p; }
+
+// One block. Fills step.table and the list of records to stream; posts the CPU's part. `streams`: blocks that stream.
+__device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool streams) {
+  __shared__ int count[EXPERTS], missed[EXPERTS], key[EXPERTS], sorted[EXPERTS];
+  __shared__ float cost[EXPERTS];
+  __shared__ int misses, hits, streamable, cpu_pairs;
+  __shared__ u64 best;
+  __shared__ u8 needed[BOX_TOKENS];
+  const int thread = threadIdx.x, live = min(call.pairs, *call.live * TOP_K);
+  for (int e = thread; e < EXPERTS; e += STEP_THREADS) count[e] = 0;
+  if (thread == 0) misses = 0, hits = 0, streamable = 0, cpu_pairs = 0, best = ~0ull;
+  __syncthreads();
+  for (int p = thread; p < call.pairs; p += STEP_THREADS) {
+    int id = p < live ? call.ids[p] : -1;
+    if (id >= EXPERTS) id = -1;
+    call.step_ids[p] = id;
+    if (id >= 0) atomicAdd(&count[id], 1);
+  }
+  __syncthreads();
+  for (int e = thread; e < EXPERTS; e += STEP_THREADS) {
+    if (!count[e]) continue;
+    int slot = call.slot_table[e];
+    step.table[e] = slot;
+    call.heat[e] += count[e];
+    if (slot < 0)
+      missed[atomicAdd(&misses, 1)] = e;
+    else
+      atomicAdd(&hits, 1);
+  }
+  __syncthreads();
+  const int n = misses;
+  int taken = 0;  // of the missed experts: those that are streamed
+  if (n && streams) {
+    const Costs costs = *call.costs;
+    for (int i = thread; i < n; i += STEP_THREADS) {
+      int e = missed[i];
+      bool here = *(const volatile u64 *)(call.records + e) != 0;
+      key[i] = (here ? 1 << 30 : 0) | min(count[e], 0x7FFF) << 14 | (0x3FFF - e);  // most pairs first, then the lowest id
+      if (here) atomicAdd(&streamable, 1);
+    }
+    __syncthreads();
+    for (int i = thread; i < n; i += STEP_THREADS) {
+      int rank = 0;
+      for (int j = 0; j < n; j++) rank += key[j] > key[i];
+      sorted[rank] = missed[i];
+      cost[rank] = fmaxf(costs.cpu_expert, float(count[missed[i]]) * costs.cpu_pair);
+    }
+    __syncthreads();
+    const int most = min(min(call.staging, MAX_STAGED), streamable);
+    if (thread <= most) {  // the time if the first `thread` of them are streamed
+      float cpu = thread == n ? 0.f : costs.cpu_call;
+      for (int i = thread; i < n; i++) cpu += cost[i];
+      float time = fmaxf(fmaxf(cpu, float(thread) * costs.stream_expert), float(n) * costs.dram_expert);
+      atomicMin(&best, u64(__float_as_uint(time)) << 32 | u32(thread));
+    }
+    __syncthreads();
+    taken = int(u32(best));
+    if (thread < taken) {
+      int e = sorted[thread];
+      step.from[thread] = *(const volatile u64 *)(call.records + e);
+      step.to[thread] = step.table[e] = call.staging_first + thread;
+      mail.streamed[thread] = e;
+    }
+    __syncthreads();
+  }
+  if (thread == 0) {
+    if (streams) {
+      __threadfence();
+      *(volatile int *)&step.planned = 1 + taken;
+    }
+    step.pending = n > taken;
+    step.counts[LAYERS]++, step.counts[HITS] += hits, step.counts[MISSES] += n, step.counts[STREAMED] += taken;
+    step.counts[LAYERS_MISSED] += n > 0;
+  }
+  if (n == taken) return;
+  const int tokens = call.pairs / TOP_K;
+  for (int t = thread; t < tokens; t += STEP_THREADS) needed[t] = 0;
+  __syncthreads();
+  for (int p = thread; p < call.pairs; p += STEP_THREADS) {
+    int id = call.step_ids[p];
+    bool cpu = id >= 0 && step.table[id] < 0;
+    mail.ids[p] = cpu ? id : -1;
+    mail.weights[p] = call.weights[p];
+    if (cpu) needed[p / TOP_K] = 1, atomicAdd(&cpu_pairs, 1);
+  }
+  __syncthreads();
+  for (int i = thread; i < tokens * (HIDDEN / 8); i += STEP_THREADS)
+    if (needed[i / (HIDDEN / 8)]) ((uint4 *)mail.x)[i] = ((const uint4 *)call.x)[i];
+  __threadfence_system();
+  __syncthreads();
+  if (thread == 0) {
+    step.awaited = ++step.sequence;
+    step.counts[PAIRS_CPU] += cpu_pairs;
+    mail.box->layer = call.layer, mail.box->tokens = tokens, mail.box->streamed = taken;
+    __threadfence_system();
+    *(volatile u32 *)&mail.box->posted = step.awaited;
+  }
+}
+
+// One of `blocks` blocks: its share of the records that plan_step chose, read over the link by the device itself.
+__device__ __forceinline__ void stream_records(Step &step, u8 *slots, size_t stride, int block, int blocks) {
+  __shared__ int records;
+  if (threadIdx.x == 0) {
+    u32 planned;
+    while (!(planned = load_acquire((const u32 *)&step.planned))) __nanosleep(40);
+    records = int(planned) - 1;
+  }
+  __syncthreads();
+  constexpr int DEEP = 8;
+  const size_t words = stride / 16, threads = size_t(blocks) * STEP_THREADS;
+  for (int r = 0; r < records; r++) {
+    const uint4 *from = (const uint4 *)__ldcg(&step.from[r]);
+    uint4 *to = (uint4 *)(slots + size_t(__ldcg(&step.to[r])) * stride);
+    for (size_t i = size_t(block) * STEP_THREADS + threadIdx.x; i < words; i += threads * DEEP) {
+      uint4 held[DEEP];
+#pragma unroll
+      for (int j = 0; j < DEEP; j++)
+        if (i + j * threads < words) held[j] = load_host(from + i + j * threads);
+#pragma unroll
+      for (int j = 0; j < DEEP; j++)
+        if (i + j * threads < words) to[i + j * threads] = held[j];
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(&step.left, 1) == blocks - 1) step.left = 0, *(volatile int *)&step.planned = 0;
+}
+
+// All threads of all blocks: returns when the CPU's rows of this call are in memory. The first block polls the mailbox, the
+// others what it found. A refusal, or no answer within `patience` nanoseconds, stops the device: never a partial sum.
+__device__ __forceinline__ void await_answer(Step &step, Box *box, u64 patience) {
+  if (threadIdx.x == 0) {
+    const u32 wanted = step.awaited;
+    if (blockIdx.x == 0) {
+      const u64 start = nanoseconds();
+      while (true) {
+        const u64 word = load_acquire_system((const u64 *)&box->answered);
+        if (int(u32(word) - wanted) >= 0) break;
+        if (u32(word >> 32) == wanted || nanoseconds() - start > patience) {
+          *(volatile u32 *)&box->late = wanted;
+          __threadfence_system();
+          __trap();
+        }
+        __nanosleep(40);
+      }
+      step.counts[WAITED_NS] += nanoseconds() - start;
+      store_release(&step.released, wanted);
+    } else {
+      while (int(load_acquire(&step.released) - wanted) < 0) __nanosleep(40);
+    }
+  }
+  __syncthreads();
+}

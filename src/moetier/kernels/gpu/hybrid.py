@@ -1,0 +1,173 @@
+"""A hybrid step on the device: what has a slot, what is streamed, and what the CPU computes meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moetier.kernels.gpu.base import Call, Sizes
+from moetier.kernels.gpu.cuda_path import CudaPath, HybridArguments
+
+MAX_STAGED = 64
+"""Records that one call can stream; hybrid.cuh has the same number."""
+STREAM_BLOCKS = 32
+"""Thread blocks that read records over the link: enough loads in flight to fill it."""
+BOX_BYTES = 128
+_ANSWERED, _LATE = 16, 4  # words of box.cuh
+_COUNTS = ("layers", "layers_missed", "hits", "misses", "streamed", "pairs_cpu", "waited_ns", "")
+
+
+def _pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that the device reads and writes over the link: with unified addresses, by the host's own pointer."""
+    return torch.zeros(shape, dtype=dtype).pin_memory()
+
+
+@dataclass(frozen=True)
+class Mail:
+    """The mailbox's memory, pinned, for steps of up to `tokens` tokens: see box.cuh and native/core/mailbox.h."""
+
+    box: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    x: torch.Tensor
+    streamed: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, sizes: Sizes, tokens: int) -> Mail:
+        g = sizes.geometry
+        return cls(
+            _pinned(BOX_BYTES // 4, dtype=torch.int32),
+            _pinned(tokens, g.top_k, dtype=torch.int32),
+            _pinned(tokens, g.top_k, dtype=torch.float32),
+            _pinned(tokens, g.hidden, dtype=torch.bfloat16),
+            _pinned(MAX_STAGED, dtype=torch.int32),
+            _pinned(tokens, g.top_k, g.hidden, dtype=torch.float32),
+        )
+
+    @property
+    def late(self) -> int:
+        """The request that the device gave up waiting for, or 0."""
+        return int(self.box[_LATE])
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the step's plan is made from, in nanoseconds: see `Costs` of hybrid.cuh."""
+
+    cpu_call: float
+    cpu_expert: float
+    cpu_pair: float
+    stream_expert: float
+    dram_expert: float
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        values = [self.cpu_call, self.cpu_expert, self.cpu_pair, self.stream_expert, self.dram_expert]
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+ALL_CPU = Costs(0.0, 0.0, 0.0, 1e12, 0.0)
+ALL_STREAM = Costs(1e12, 1e12, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """Of one layer: its number among the layers, where experts are on the device and in DRAM, and its heat.
+
+    slot_table int32 [experts] on the device; records uint64 [experts] pinned: address of each expert's record in DRAM
+    that the device may read, 0 where it may not; heat uint32 (as int32) [experts] on the device: pairs so far.
+    """
+
+    index: int
+    slot_table: torch.Tensor
+    records: torch.Tensor
+    heat: torch.Tensor
+
+
+class HybridPath:
+    """The kernels of hybrid steps of up to `tokens` tokens, shared by all layers of the same sizes on one stream.
+
+    slots: uint8 [slots, stride], every layer's; `staging` of them from `staging_first` on are for streaming. Streaming
+    needs records that the device can read: in memory that is pinned or registered.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        tokens: int,
+        slots: torch.Tensor,
+        staging: range,
+        costs: Costs,
+        patience_seconds: float,
+    ) -> None:
+        assert len(staging) <= MAX_STAGED, f"at most {MAX_STAGED} staging slots"
+        self.device = slots.device
+        self.sizes, self.tokens, self.slots, self.staging = sizes, tokens, slots, staging
+        g = sizes.geometry
+        self.path = CudaPath(sizes, tokens, self.device, box_tokens=tokens)
+        self.mail = Mail.of(sizes, tokens)
+        self.costs = costs.tensor(self.device)
+        self.live = torch.full((1,), tokens, dtype=torch.int32, device=self.device)
+        """How many tokens of the coming calls are real, int32 [1]; more than there are means all."""
+        # struct Step: 8 counts, 8 words, MAX_STAGED addresses and slots, then the table of this call.
+        table_at = 8 * 8 + 8 * 4 + MAX_STAGED * 12
+        self._step = torch.zeros(table_at + 4 * g.experts, dtype=torch.uint8, device=self.device)
+        self._counts = self._step[: 8 * 8].view(torch.int64)
+        self._table = self._step[table_at:].view(torch.int32)
+        self._ids = torch.zeros((tokens, g.top_k), dtype=torch.int32, device=self.device)
+        self._rows = torch.zeros((tokens, g.top_k, g.hidden), dtype=torch.float32, device=self.device)
+        self._hybrid = HybridArguments(self.live, self._step, self.mail.box, int(patience_seconds * 1e9))
+
+    def set_costs(self, costs: Costs) -> None:
+        """Plan the coming calls by other rates, in graphs that are captured already too."""
+        self.costs.copy_(costs.tensor(self.device))
+
+    def forward(
+        self, layer: LayerTables, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """A layer call: x bf16 [T, hidden], ids int32 and weights float32 [T, top_k] -> out bf16 [T, hidden].
+
+        T up to `tokens`, all contiguous. Launches only: nothing is allocated, nothing waits on the host. The CPU's part
+        must be answered by somebody (native Mailbox), else the device stops after its patience.
+        """
+        call = Call(x, ids, weights, layer.slot_table, self.slots, self.mail.rows)
+        decode = self.path.decode_kernels(call)
+        if decode:
+            self._begin(layer, call, quantize=True)
+            self.path.decode(decode, call, out, quantize=False, hybrid=self._hybrid)
+            return out
+        self._begin(layer, call, quantize=False)
+        planned = Call(x, self._ids[: x.shape[0]], weights, self._table, self.slots, self._rows[: x.shape[0]])
+        self.path.prefill(planned)
+        self.path.combine_hybrid(planned, self._table, out, self.mail.rows, self._hybrid)
+        return out
+
+    def _begin(self, layer: LayerTables, call: Call, quantize: bool) -> None:
+        p, mail = self.path, self.mail
+        blocks = call.x.numel() // 32 if quantize else 0
+        streams = STREAM_BLOCKS if len(self.staging) else 0
+        activations = (call.x, p.q, p.meta, blocks, call.ids, call.weights, call.ids.numel())
+        where = (call.slot_table, layer.records, layer.index, self.staging.start, len(self.staging), streams)
+        state = (self.costs, layer.heat, self.live, self._ids, self._step)
+        box = (mail.box, mail.ids, mail.weights, mail.x, mail.streamed)
+        p.alone.kernels["begin_step"].launch(
+            (1 + streams + -(-blocks // 8), 1),
+            (*activations, *where, *state, *box, self.slots, self.slots.stride(0)),
+        )
+
+    def counts(self) -> dict[str, int]:
+        """What the steps did since the start. Waits for the device."""
+        return {name: int(n) for name, n in zip(_COUNTS, self._counts.cpu(), strict=True) if name}
+
+
+def tables_of(
+    layers: Sequence[int], experts: int, device: torch.device
+) -> tuple[list[torch.Tensor], list[NDArray[np.uint64]], list[torch.Tensor]]:
+    """Per layer: records (pinned uint64 [experts]), the same memory as an array, and heat on the device."""
+    records = [_pinned(experts, dtype=torch.int64) for _ in layers]
+    heat = torch.zeros((len(layers), experts), dtype=torch.int32, device=device)
+    return records, [r.numpy().view(np.uint64) for r in records], list(heat)

@@ -1,0 +1,130 @@
+"""What a step costs beside bytes over rates: few constants, each with its source and how far it may be off.
+
+An engine profile is the time outside the experts of one engine on one kind of device. `published` ones were worked out
+from one machine's published rows, `assumed` ones were not measured by anybody; `moetier calibrate` corrects both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from moetier.errors import SettingsError
+from moetier.plan.hardware import Hardware, Known
+
+FOUR = "published rows of DeepSeek-V4.1-Flash on four 32 GB cards: "
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Seconds of one engine that no bytes explain."""
+
+    name: str
+    source: str
+    layer: Known
+    """Launches and small kernels of one layer."""
+    reduce: Known
+    """One all-reduce of a decode step; two a layer when there is more than one rank."""
+    step: Known
+    """Scheduler and sampling, once a step."""
+    start: Known
+    """From the command to the first answer, beside reading weights."""
+
+
+ENGINES = {
+    "vllm-graphs": Engine(
+        "vllm-graphs",
+        "published: decode in CUDA graphs, on four 32 GB cards of compute capability 12.0",
+        Known(42e-6, 0.25, FOUR + "a step of 7.5 ms less 1.3 ms of misses, dense and expert bytes, and reductions"),
+        Known(16e-6, 0.35, "assumed: an all-reduce of one token's hidden row over PCIe"),
+        Known(0.5e-3, 0.4, "assumed: scheduling and sampling with asynchronous scheduling"),
+        Known(90.0, 0.5, "assumed: imports, profiling, compilation from a warm cache, graph capture"),
+    ),
+    "vllm-eager": Engine(
+        "vllm-eager",
+        "assumed: every kernel launched from Python",
+        Known(500e-6, 0.5, "assumed: some 25 launches and their Python for each layer"),
+        Known(40e-6, 0.5, "assumed"),
+        Known(3e-3, 0.5, "assumed"),
+        Known(60.0, 0.5, "assumed: imports and profiling"),
+    ),
+    "vllm-cpu": Engine(
+        "vllm-cpu",
+        "assumed: vLLM's CPU build, dense weights read from DRAM",
+        Known(400e-6, 0.5, "assumed: some 25 operators of torch for each layer"),
+        Known(0.0, 0.0, "one rank"),
+        Known(5e-3, 0.5, "assumed"),
+        Known(40.0, 0.5, "assumed: imports and warm-up"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Every number that a prediction rests on. Rates in bytes or operations a second, times in seconds."""
+
+    gpu_rate: Known
+    gpu_ops: Known
+    link_rate: Known
+    dram_rate: Known
+    cpu_ops: Known
+    disk_rate: Known
+    layer: Known
+    reduce: Known
+    step: Known
+    start: Known
+    skew: Known = Known(1.0, 0.08, "two short prompts on one machine are 16 % apart: 8 % of the exponent")
+    dense_share: Known = Known(0.75, 0.15, "assumed: of the device's memory rate, by dense layers of one token")
+    expert_share: Known = Known(0.55, 0.2, "measured: of the copy rate, our kernels on one token (docs/device-kernels.md)")
+    ops_share: Known = Known(0.25, 0.3, "measured: 240 of 989 TFLOP/s by our prefill kernels on one H200")
+    miss: Known = Known(
+        40e-6, 0.4, FOUR + "about 130 us for each layer with a miss, less one record over eight channels of DDR5"
+    )
+    read: Known = Known(100e-6, 0.5, "assumed: latency of a layer's reads from disk before the first byte")
+    overlap: Known = Known(
+        0.75, 0.15, FOUR + "time to first token with records on disk, against either of disk and link alone"
+    )
+    scan_share: Known = Known(0.018, 0.4, FOUR + "87 to 70 tokens/s from 2K to 512K of context, by indexer bytes")
+    kv_share: Known = Known(0.5, 0.3, "assumed: of the device's memory rate, by attention over the whole context")
+
+    def scaled(self, factors: Mapping[str, float], why: str = "") -> Costs:
+        """The same with some numbers multiplied."""
+        known = {field.name for field in fields(self)}
+        changed: dict[str, Known] = {}
+        for name, factor in factors.items():
+            if name not in known:
+                raise SettingsError(f"there is no cost {name!r}; known: {', '.join(sorted(known))}")
+            old: Known = getattr(self, name)
+            changed[name] = replace(old, value=old.value * factor, why=why or old.why)
+        return replace(self, **changed)
+
+    def items(self) -> list[tuple[str, Known]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def engine_named(name: str | None, hardware: Hardware) -> Engine:
+    """The profile, or the default one: CUDA graphs on a GPU, the CPU build without."""
+    chosen = name or ("vllm-graphs" if hardware.gpus else "vllm-cpu")
+    if chosen not in ENGINES:
+        raise SettingsError(f"engine {chosen!r} is not known; known: {', '.join(ENGINES)}")
+    if (chosen == "vllm-cpu") != (hardware.gpus == 0):
+        raise SettingsError(
+            f"engine {chosen} does not fit a machine with {hardware.gpus} GPUs; leave --engine out for the right one"
+        )
+    return ENGINES[chosen]
+
+
+def costs_of(hardware: Hardware, engine: Engine) -> Costs:
+    """The machine's rates and the engine's times together."""
+    return Costs(
+        gpu_rate=hardware.gpu_rate,
+        gpu_ops=hardware.gpu_ops,
+        link_rate=hardware.link_rate,
+        dram_rate=hardware.dram_rate,
+        cpu_ops=hardware.cpu_ops,
+        disk_rate=hardware.disk_rate,
+        layer=engine.layer,
+        reduce=engine.reduce,
+        step=engine.step,
+        start=engine.start,
+    )

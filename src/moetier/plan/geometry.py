@@ -1,0 +1,167 @@
+"""What of a model decides where it fits and how fast it is: sizes, bytes by part, and its KV cache. Facts only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moetier.errors import CheckpointError
+from moetier.formats import LayerGeometry, RecordLayout
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, le=1 << 40)]
+
+
+class Facts(BaseModel):
+    """Immutable; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Parts(Facts):
+    """Bytes of the checkpoint by what they are for, as its headers say."""
+
+    attention: Count = 0
+    """With indexers, compressors and linear attention."""
+    dense_mlp: Count = 0
+    shared_experts: Count = 0
+    router: Count = 0
+    norms: Count = 0
+    """Norms, hyper-connections and other small tensors of every layer."""
+    embedding: Count = 0
+    head: Count = 0
+    experts: Count = 0
+    """Routed experts of the model itself, in the checkpoint's own format."""
+    tables: Count = 0
+    """Lookup tables (Engram): a few rows of them are read for a token."""
+    vision: Count = 0
+    """Towers and projectors of other modalities."""
+    drafter: Count = 0
+    """Draft layers (MTP, DSpark) but their routed experts."""
+    drafter_experts: Count = 0
+    unclassified: Count = 0
+    """Counted as dense: read in every step."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.model_dump().values())
+
+    @property
+    def read_each_step(self) -> int:
+        """Dense bytes that a step of one token reads: all but embedding rows, tables, vision, drafter and experts."""
+        dense = self.attention + self.dense_mlp + self.shared_experts + self.router + self.norms
+        return dense + self.head + self.unclassified
+
+    @property
+    def resident(self) -> int:
+        """Dense bytes that lie on the device, without the drafter."""
+        return self.read_each_step + self.embedding + self.vision
+
+
+class KvFormat(Facts):
+    """KV cache in one number format, whole model."""
+
+    bytes_per_token: float = Field(ge=0)
+    """What grows with the context."""
+    bytes_per_sequence: Count = 0
+    """Sliding windows and recurrent states."""
+
+
+class KvLayout(Facts):
+    """The KV cache as the attention layout gives it."""
+
+    formats: dict[str, KvFormat]
+    default: str
+    replicated: bool
+    """True: each rank keeps all of it (one latent head); False: heads are divided among the ranks."""
+    sparse: bool = False
+    """True: a step reads a bounded number of entries, and scans only the indexer's."""
+    scan_bytes_per_token: float = Field(0, ge=0)
+    """Bytes of the indexer that a step scans for each token of context."""
+    assumed: str = ""
+    """How it was guessed, where the attention is not one that we know."""
+
+    @model_validator(mode="after")
+    def _default_is_there(self) -> KvLayout:
+        if self.default not in self.formats:
+            raise ValueError(f"default KV format {self.default!r} is none of {', '.join(self.formats)}")
+        return self
+
+
+class Drafter(Facts):
+    """Speculative decoding that the checkpoint brings."""
+
+    kind: Literal["mtp", "dspark"]
+    layers: Positive
+    experts: Count = 0
+    top_k: Count = 0
+    block: Positive = 1
+    """Tokens drafted at once."""
+
+
+class Geometry(Facts):
+    """One model."""
+
+    name: str
+    model_type: str
+    source: str
+    """Where the facts come from."""
+    assumed: tuple[str, ...] = ()
+    """Facts that are not from the source."""
+    layers: Positive
+    moe_layers: Positive
+    hidden: Positive
+    intermediate: Positive
+    """Of one routed expert."""
+    experts: Positive
+    top_k: Positive
+    expert_format: str = "mxfp4"
+    """Number format of the routed experts in the checkpoint; all but mxfp4 are re-quantized."""
+    max_context: Positive
+    parts: Parts
+    kv: KvLayout
+    drafter: Drafter | None = None
+    prefill_layers: Positive | None = None
+    """Layers that a prompt's tokens need to pass where that is not all of them; None: all."""
+    unclassified: tuple[str, ...] = ()
+    """Some names of tensors whose purpose is not known."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Geometry:
+        if self.moe_layers > self.layers:
+            raise ValueError(f"{self.moe_layers} MoE layers of {self.layers} layers")
+        self.record  # noqa: B018 (raises where MXFP4 blocks do not fit)
+        return self
+
+    @property
+    def record(self) -> RecordLayout:
+        return RecordLayout.of(LayerGeometry(self.hidden, self.intermediate, self.experts, self.top_k))
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one expert in the store."""
+        return self.record.stride
+
+    @property
+    def store_bytes(self) -> int:
+        """All routed experts of the model itself as records."""
+        return self.moe_layers * self.experts * self.record_bytes
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token uses, from bytes: dense ones are taken as one byte each where FP8, two where BF16.
+
+        Only arithmetic limits of long prompts come from it, so a factor of two in the dense part is harmless.
+        """
+        return self.parts.read_each_step + self.moe_layers * self.top_k * 3 * self.hidden * self.intermediate
+
+
+def parse_geometry(text: str | bytes, where: str) -> Geometry:
+    """A geometry file; CheckpointError says which key is wrong."""
+    try:
+        return Geometry.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{where}: expected a model's geometry, found {place}: {first['msg']}") from None

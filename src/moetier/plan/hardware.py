@@ -1,0 +1,193 @@
+"""The machine as numbers with their origin: from `moetier doctor --json`, or from a few words such as 4x32GB.
+
+A rate is measured (doctor --measure), stated (by the user), or nominal: taken from the parts' data sheets, or assumed
+from their size. The origin decides how far off it may be, and is printed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moetier.doctor.facts import Cpu, Gpu, Machine, Memory, Rates
+from moetier.errors import SettingsError
+from moetier.formats.record import RecordLayout
+
+GIB = 2**30
+MEASURED, STATED, NOMINAL, ASSUMED = 0.05, 0.10, 0.15, 0.30
+"""Relative spread of a rate by its origin."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A number, how far it may be off (relative), and where it comes from."""
+
+    value: float
+    spread: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU's data sheet: memory rate in GB/s, dense bf16 TFLOP/s, and its link (PCIe generation)."""
+
+    name: str
+    gib: int
+    gbps: float
+    tflops: float
+    pcie: int
+
+
+CARDS = (
+    Card("RTX 5080", 16, 960, 225, 5), Card("RTX 5070 Ti", 16, 896, 176, 5), Card("RTX 4080", 16, 717, 195, 4),
+    Card("RTX 3090", 24, 936, 71, 4), Card("RTX 4090", 24, 1008, 165, 4), Card("RTX 5090", 32, 1792, 209, 5),
+    Card("V100", 32, 900, 112, 3), Card("A100-PCIE-40GB", 40, 1555, 312, 4), Card("A100-SXM4-40GB", 40, 1555, 312, 4),
+    Card("RTX A6000", 48, 768, 155, 4), Card("RTX 6000 Ada", 48, 960, 364, 4), Card("L40S", 48, 864, 362, 4),
+    Card("A100", 80, 2039, 312, 4), Card("H100", 80, 3350, 989, 5), Card("RTX PRO 6000", 96, 1792, 503, 5),
+    Card("H20", 96, 4000, 148, 5), Card("H200", 141, 4800, 989, 5), Card("B200", 180, 8000, 2250, 5),
+    Card("B300", 270, 8000, 2250, 5),
+)  # fmt: skip
+"""From the makers' data sheets; dense tensor rates with 32-bit accumulation."""
+BY_SIZE = {16: "RTX 5080", 24: "RTX 4090", 32: "RTX 5090", 40: "A100-PCIE-40GB", 48: "RTX 6000 Ada", 80: "H100",
+           96: "RTX PRO 6000", 141: "H200", 180: "B200", 270: "B300"}  # fmt: skip
+"""Which card a size of memory stands for, where nothing else is said."""
+LANE_GBPS = {2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""PCIe's payload in GB/s a lane, before packet headers."""
+LINK_SHARE = 0.87
+"""Of that, what copies from pinned memory reach: 54.5 of 63 GB/s on a PCIe 5 x16 link (docs/device-kernels.md)."""
+DDR = {"DDR3": 1866, "DDR4": 3200, "DDR5": 4800}
+DRAM_SHARE = 0.80
+"""Of the channels' nominal rate, what reads from many threads reach. Assumed; doctor --measure replaces it."""
+SERVER_RAM = 192 * GIB
+"""From here on, RAM is taken to be on eight channels, below on two."""
+DEFAULT_DISK = 5e9
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates in bytes (or operations) a second, sizes in bytes. Those of GPUs are of one of `gpus` equal ones."""
+
+    gpus: int
+    gpu_name: str
+    gpu_bytes: int
+    ram_bytes: int
+    disk_bytes: int | None
+    gpu_rate: Known
+    gpu_ops: Known
+    link_rate: Known
+    """Host to one device, all devices copying at once."""
+    dram_rate: Known
+    cpu_ops: Known
+    disk_rate: Known
+    identity: str
+
+
+def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardware:
+    """The numbers of a machine; SettingsError where its GPUs differ in memory."""
+    gpus, rates = machine.gpus, machine.rates or Rates(identity=machine.identity)
+    if len({round(gpu.memory_bytes / GIB) for gpu in gpus}) > 1:
+        sizes = ", ".join(f"{gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
+        raise SettingsError(f"expected GPUs of one size, found {sizes}; plan for the equal ones with --gpus")
+    card = _card(gpus[0]) if gpus else None
+    smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
+    return Hardware(
+        gpus=len(gpus),
+        gpu_name=gpus[0].name if gpus else "none",
+        gpu_bytes=smallest,
+        ram_bytes=machine.memory.limit_bytes,
+        disk_bytes=machine.disk.free_bytes if machine.disk else None,
+        gpu_rate=_gpu_rate(rates, card),
+        gpu_ops=Known(card.tflops * 1e12 if card else 1e12, NOMINAL, f"data sheet of {card.name}" if card else "no GPU"),
+        link_rate=_link_rate(rates, gpus, card),
+        dram_rate=_dram_rate(rates, machine, record),
+        cpu_ops=_cpu_ops(rates, machine.cpu),
+        disk_rate=_disk_rate(rates),
+        identity=machine.identity,
+    )
+
+
+def _card(gpu: Gpu) -> Card:
+    """The data sheet by name, else that of the size's usual card."""
+    squeezed = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
+    named = [card for card in CARDS if re.sub(r"[^a-z0-9]", "", card.name.lower()) in squeezed]
+    if named:
+        return max(named, key=lambda card: len(card.name))
+    near = min(BY_SIZE, key=lambda size: abs(size - gpu.memory_bytes / GIB))
+    return next(card for card in CARDS if card.name == BY_SIZE[near])
+
+
+def _gpu_rate(rates: Rates, card: Card | None) -> Known:
+    if card is None:
+        return Known(1e9, 0.0, "no GPU")
+    if rates.device_copy:
+        best = min(rate.bytes_per_s for rate in rates.device_copy)
+        return Known(2 * best, MEASURED, "measured copies within the device, reads and writes counted")
+    return Known(card.gbps * 1e9, NOMINAL, f"data sheet of {card.name}")
+
+
+def _link_rate(rates: Rates, gpus: tuple[Gpu, ...], card: Card | None) -> Known:
+    if card is None:
+        return Known(1e9, 0.0, "no GPU")
+    if rates.host_to_device:
+        most = max(rate.at_once for rate in rates.host_to_device)
+        slowest = min(rate.bytes_per_s for rate in rates.host_to_device if rate.at_once == most)
+        return Known(slowest, MEASURED, f"measured from pinned memory, {most} at once")
+    generation = gpus[0].pcie_generation
+    width = gpus[0].pcie_width or 16
+    known = generation is not None
+    rate = LANE_GBPS.get(generation or card.pcie, LANE_GBPS[4]) * width * LINK_SHARE * 1e9
+    text = f"PCIe {generation or card.pcie} x{width}, {LINK_SHARE:.0%} of its payload"
+    return Known(rate, NOMINAL if known else ASSUMED, text if known else f"assumed {text}")
+
+
+def _dram_rate(rates: Rates, machine: Machine, record: RecordLayout | None) -> Known:
+    """What the CPU's kernel reads; a measured kernel before a measured read, and both before a guess."""
+    single = [rate for rate in rates.kernel if rate.tokens == 1]
+    if single:
+        inner = record.intermediate if record else 0
+        near = min(single, key=lambda rate: (abs(rate.intermediate - inner), -rate.bytes_per_s))
+        same = [rate for rate in single if (rate.hidden, rate.intermediate) == (near.hidden, near.intermediate)]
+        best = max(same, key=lambda rate: rate.bytes_per_s)
+        return Known(best.bytes_per_s, MEASURED, f"measured kernel {best.isa} on {best.threads} threads, one token")
+    if rates.dram_read:
+        best_read = max(rate.bytes_per_s for rate in rates.dram_read)
+        stated = rates.identity == "described"
+        return Known(best_read, STATED if stated else MEASURED, "stated" if stated else "measured reads")
+    channels = 8 if machine.memory.total_bytes >= SERVER_RAM else 2
+    return dram_by_channels(f"{channels}xDDR5", assumed=True)
+
+
+def dram_by_channels(text: str, assumed: bool = False) -> Known:
+    """8xDDR5-4800: channels of 8 bytes a transfer."""
+    match = re.fullmatch(r"(\d{1,2})x(DDR[345])(?:-(\d{3,5}))?", text.upper().replace("X", "x"))
+    if match is None or not int(match[1]):
+        raise SettingsError(f"memory {text!r}: expected channels such as 8xDDR5-4800, or a rate such as 250GB/s")
+    speed = int(match[3] or DDR[match[2]])
+    rate = int(match[1]) * speed * 8e6 * DRAM_SHARE
+    said = f"{match[1]} channels of {match[2]}-{speed}, {DRAM_SHARE:.0%} of their rate"
+    return Known(rate, ASSUMED if assumed else NOMINAL, f"assumed from the size of RAM: {said}" if assumed else said)
+
+
+def _cpu_ops(rates: Rates, cpu: Cpu) -> Known:
+    """Operations a second with many tokens an expert, where the memory no longer limits."""
+    if rates.kernel:
+        best = max(rates.kernel, key=lambda rate: rate.ops_per_s)
+        return Known(best.ops_per_s, MEASURED, f"measured kernel {best.isa}, {best.tokens} tokens")
+    return Known(3e11 * cpu.threads, ASSUMED, f"300 GOP/s for each of {cpu.threads} threads (docs/performance.md)")
+
+
+def _disk_rate(rates: Rates) -> Known:
+    if not rates.disk_read:
+        return Known(DEFAULT_DISK, ASSUMED, "assumed: an NVMe drive of PCIe 4")
+    best = max(rates.disk_read, key=lambda rate: rate.bytes_per_s)
+    if rates.identity == "described":
+        return Known(best.bytes_per_s, STATED, "stated")
+    return Known(best.bytes_per_s, MEASURED, f"measured random reads of records, {best.queue_depth} at once")
+
+
+def described_cpu(threads: int) -> Cpu:
+    return Cpu(model="described", architecture="x86_64", allowed=tuple(range(threads)), threads=threads)
+
+
+def described_memory(size: int) -> Memory:
+    return Memory(total_bytes=size, limit_bytes=size, available_bytes=size)

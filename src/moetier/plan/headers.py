@@ -1,0 +1,221 @@
+"""A model's geometry from config.json and safetensors headers alone, of a folder or of hf://ORG/NAME.
+
+Of a repository, config.json, the index and each shard's header are fetched by ranged requests; no weight is.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from moetier.errors import CheckpointError
+from moetier.plan import kv
+from moetier.plan.geometry import Drafter, Geometry, KvLayout
+from moetier.plan.parts import sort_tensors
+from moetier.store import config as keys
+from moetier.store.remote.fetch import Fetcher, Patience, RemoteFile
+from moetier.store.remote.hub import SCHEME, Repository, open_repository
+from moetier.store.shards import (
+    INDEX_SUFFIX,
+    MAX_JSON,
+    Shard,
+    Shards,
+    Tensor,
+    check_index,
+    parse_shard,
+    read_json,
+    read_weight_map,
+)
+
+FIRST_READ = 1 << 16
+"""Bytes of a shard's first request: its length field, and often the whole header."""
+AT_ONCE = 8
+MAX_TOTAL = 512 << 20
+"""Bytes of all headers together: four times those of the largest checkpoint that we know."""
+MAX_SHARDS = 4096
+EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
+
+
+def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geometry:
+    """Of a checkpoint on this machine."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: expected a checkpoint folder, found {'a file' if folder.exists() else 'nothing'}"
+        )
+    config, _ = read_json(folder / "config.json")
+    tensors = Shards.open(folder).tensors.values()
+    return geometry_of(folder.resolve().name, str(folder), config, tensors, kv_bytes_per_token)
+
+
+def read_hub(
+    source: str, kv_bytes_per_token: float | None = None, patience: Patience | None = None
+) -> tuple[Geometry, int]:
+    """Of hf://ORG/NAME[@REVISION], and the bytes that were fetched for it."""
+    repository = open_repository(source)
+    fetcher = _Counting(Fetcher(repository.headers, patience))
+    indexes = sorted(name for name in repository.files if name.endswith(INDEX_SUFFIX) and "/" not in name)
+    if len(indexes) > 1:
+        raise CheckpointError(f"{source}: expected one *{INDEX_SUFFIX}, found {', '.join(indexes)}")
+    with tempfile.TemporaryDirectory(prefix="moetier-") as scratch:
+        folder = Path(scratch) / repository.name.replace("/", "--")
+        folder.mkdir()
+        config, _ = read_json(_small(fetcher, repository, "config.json", folder))
+        weight_map = read_weight_map(_small(fetcher, repository, indexes[0], folder))[0] if indexes else {}
+    names = sorted(set(weight_map.values())) or _unindexed(repository)
+    absent = next((name for name in names if name not in repository.files), None)
+    if absent or not names or len(names) > MAX_SHARDS:
+        found = f"{len(names)} of them" if names and not absent else "none"
+        raise CheckpointError(
+            f"{source}: expected {absent or f'1 to {MAX_SHARDS} safetensors files'}, found {found}; give a repository "
+            "of whole safetensors weights"
+        )
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        shards = dict(zip(names, pool.map(lambda name: _header(fetcher, repository.files[name]), names), strict=True))
+    if indexes:
+        check_index(Path(indexes[0]), weight_map, shards)
+    tensors = Shards(Path(source), b"", list(shards.values())).tensors.values()
+    where = f"{SCHEME}{repository.name}@{repository.commit}"
+    return geometry_of(repository.name.rpartition("/")[2], where, config, tensors, kv_bytes_per_token), fetcher.fetched
+
+
+class _Counting:
+    """A fetcher that counts, and stops when a repository's headers are larger than any model's."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.fetcher = fetcher
+        self.fetched = 0
+
+    def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        self.fetched += stop - start
+        if self.fetched > MAX_TOTAL:
+            raise CheckpointError(
+                f"{file.url}: expected at most {MAX_TOTAL} bytes of config, index and headers in all, found more; this "
+                "is no model that can be planned"
+            )
+        return self.fetcher.read(file, start, stop)
+
+
+def _small(fetcher: _Counting, repository: Repository, name: str, folder: Path) -> Path:
+    """Fetch a file of JSON into a folder, where the store's reader checks it."""
+    file = repository.files.get(name)
+    if file is None or not 0 < file.size <= MAX_JSON:
+        found = "none" if file is None else f"{file.size} bytes"
+        raise CheckpointError(f"{SCHEME}{repository.name}: expected {name} of 1 to {MAX_JSON} bytes, found {found}")
+    path = folder / name
+    path.write_bytes(fetcher.read(file, 0, file.size))
+    return path
+
+
+def _header(fetcher: _Counting, file: RemoteFile) -> Shard:
+    """One shard by its header: what the first request brought is not asked for again."""
+    first = fetcher.read(file, 0, min(FIRST_READ, file.size))
+
+    def read(start: int, stop: int) -> bytes:
+        have = first[start:stop]
+        return have + fetcher.read(file, start + len(have), stop) if len(have) < stop - start else have
+
+    return parse_shard(Path(file.name), file.size, read)
+
+
+def _unindexed(repository: Repository) -> list[str]:
+    if "model.safetensors" in repository.files:
+        return ["model.safetensors"]
+    return sorted(name for name in repository.files if name.endswith(".safetensors") and "/" not in name)
+
+
+def geometry_of(
+    name: str,
+    source: str,
+    config: dict[str, Any],
+    tensors: Iterable[Tensor],
+    kv_bytes_per_token: float | None = None,
+) -> Geometry:
+    """Put config.json and headers together; CheckpointError where they do not agree."""
+    tensors = list(tensors)
+    text = keys.text_config(config)
+    layers = keys.required(text, keys.LAYERS)
+    hidden = keys.required(text, keys.HIDDEN)
+    intermediate = keys.required(text, keys.INTERMEDIATE)
+    experts, top_k = keys.required(text, keys.EXPERTS), keys.required(text, keys.TOP_K)
+    moe, formats = _routed(tensors, layers, experts, hidden * intermediate)
+    sorted_tensors = sort_tensors(tensors, layers)
+    layout: KvLayout = kv.kv_layout(text, layers) if kv_bytes_per_token is None else kv.stated(kv_bytes_per_token)
+    return Geometry(
+        name=name,
+        model_type=keys.model_type(config) or "unknown",
+        source=f"headers of {source}",
+        layers=layers,
+        moe_layers=moe,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        expert_format=formats,
+        max_context=keys.size(text, ("max_position_embeddings", "max_seq_len")) or 1 << 20,
+        parts=sorted_tensors.parts,
+        kv=layout,
+        drafter=_drafter(text),
+        assumed=(layout.assumed,) if layout.assumed else (),
+        unclassified=sorted_tensors.unclassified,
+    )
+
+
+def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tuple[int, str]:
+    """Number of the model's own layers with routed experts, and the experts' number formats.
+
+    matrix: weights of one matrix of an expert; a layer must have three times that for each expert, at 4 to 32 bits.
+    """
+    sums: dict[str, int] = {}
+    formats: set[str] = set()
+    for tensor in tensors:
+        prefix, found, rest = tensor.name.partition(".experts.")
+        if not found or _draft_name(prefix, layers):
+            continue
+        sums[prefix] = sums.get(prefix, 0) + tensor.nbytes
+        number = rest.partition(".")[0]
+        if number.isdecimal() and int(number) >= experts:
+            raise CheckpointError(
+                f"config.json says {experts} experts, but there is tensor {tensor.name}; it does not belong to these "
+                "weights"
+            )
+        if len(tensor.shape) > 1 and "scale" not in rest and "bias" not in rest:
+            formats.add(_format(tensor))
+    if not sums:
+        raise CheckpointError("expected tensors of routed experts (*.experts.*), found none; this is no MoE model")
+    weights = 3 * matrix * experts
+    for prefix, size in sums.items():
+        if not weights / 2 <= size <= weights * 4.5:
+            raise CheckpointError(
+                f"{prefix}: expected {weights} weights of {experts} experts by config.json, found {size} bytes, which "
+                "is no number format; config.json does not belong to these weights"
+            )
+    return len(sums), "+".join(sorted(formats))
+
+
+def _format(tensor: Tensor) -> str:
+    """What an expert's matrix is stored as, as its dtype tells."""
+    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8", "I8": "mxfp4", "U8": "4-bit", "F4": "4-bit"}
+    return names.get(tensor.dtype, "4-bit" if tensor.dtype in ("I32", "U32") else tensor.dtype.lower())
+
+
+def _draft_name(prefix: str, layers: int) -> bool:
+    match = re.search(r"layers\.(\d{1,4})\.", prefix + ".")
+    return prefix.startswith("mtp") or (match is not None and int(match[1]) >= layers)
+
+
+def _drafter(text: dict[str, Any]) -> Drafter | None:
+    layers = text.get("num_nextn_predict_layers") or text.get("num_mtp_layers") or text.get("mtp_num_hidden_layers")
+    if type(layers) is not int or not 0 < layers < 64:
+        return None
+    dspark = keys.size(text, ("dspark_block_size",))
+    return Drafter(
+        kind="dspark" if dspark else "mtp",
+        layers=layers,
+        experts=keys.size(text, ("dspark_n_routed_experts", *keys.EXPERTS)) or 0,
+        top_k=keys.size(text, ("dspark_num_experts_per_tok", *keys.TOP_K)) or 0,
+        block=dspark or layers,
+    )

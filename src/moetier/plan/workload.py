@@ -1,0 +1,159 @@
+"""Which experts a workload asks for: how often what lies in the fastest tiers is enough.
+
+A workload is the chance, expert by expert, that one token of a layer is routed to it, hottest first. From it follow hit
+rates of any number of slots, what many tokens together touch, and what is read from disk; nothing is fitted row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moetier.errors import SettingsError
+from moetier.plan.geometry import Geometry
+from moetier.residency.simulate import hit_rate as simulated_hit_rate
+from moetier.residency.trace import Trace
+
+
+@dataclass(frozen=True)
+class Named:
+    """A stated Zipf curve. skew: its exponent; depth: tokens of context behind which decode is predicted."""
+
+    skew: float
+    depth: int
+    source: str
+
+
+PUBLISHED = "published: DeepSeek-V4.1-Flash on four 32 GB cards with 110 of 384 experts of a layer in slots, "
+NAMED = {
+    "short": Named(1.52, 1024, PUBLISHED + "short repetitive prompts, about 10 of 40 layers miss an expert in a step"),
+    "mixed": Named(1.17, 16384, PUBLISHED + "mixed prompts over 30 minutes, hit rate 0.87 to 0.88"),
+    "deep": Named(1.17, 131072, PUBLISHED + "mixed prompts, hit rate 0.87, behind 2K to 512K of context"),
+}
+SKEW_SPREAD = 0.08
+"""One prompt differs from the next: the two short ones are 16 % apart in speed, which is 8 % of the exponent."""
+DEFAULT = "mixed"
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """chances: float64 [E], descending, of one token to be routed to an expert; they sum to top-k."""
+
+    name: str
+    source: str
+    chances: NDArray[np.float64]
+    depth: int
+    skew: float | None = None
+    """Exponent of the Zipf curve; None: chances were counted in a trace."""
+    trace: Path | None = None
+
+    @property
+    def top_k(self) -> float:
+        return float(self.chances.sum())
+
+    def bent(self, factor: float) -> Workload:
+        """The same with another skew: how far the answer depends on it. A counted curve is bent in the logarithm."""
+        if self.skew is not None:
+            return replace(
+                self, skew=self.skew * factor, chances=zipf(self.chances.size, self.top_k, self.skew * factor)
+            )
+        return replace(self, chances=_scaled(self.chances**factor, self.top_k))
+
+    def hit_rate(self, covered: int) -> float:
+        """Share of one token's experts that are among the `covered` of a layer that are kept."""
+        if self.trace is not None and 0 < covered < self.chances.size:
+            return _simulated(self.trace, covered)
+        return float(self.chances[:covered].sum() / self.top_k)
+
+    def missed(self, covered: int, rows: float) -> float:
+        """Distinct experts of a layer, not among the `covered`, that `rows` tokens together are routed to."""
+        expected = float((1 - (1 - self.chances[covered:]) ** rows).sum())
+        return expected * self._policy(covered)
+
+    def any_missed(self, covered: int, rows: float) -> float:
+        """Chance that a layer of such a step has a miss at all."""
+        none = float(np.exp(rows * self._policy(covered) * np.log1p(-np.minimum(self.chances[covered:], 0.999)).sum()))
+        return 1 - none
+
+    def distinct(self, rows: float) -> float:
+        """Distinct experts of a layer that `rows` tokens are routed to."""
+        return float((1 - (1 - self.chances) ** rows).sum())
+
+    def _policy(self, covered: int) -> float:
+        """Misses of the cache policy on the trace over misses of the best fixed set; 1 for a stated curve."""
+        best = float(self.chances[covered:].sum() / self.top_k)
+        return (1 - self.hit_rate(covered)) / best if self.trace is not None and best > 0 else 1.0
+
+
+def hit_rate(slots: int, experts: int, workload: str = DEFAULT, top_k: int = 8) -> float:
+    """Share of one token's experts found in `slots` of a layer of `experts`, under a named workload."""
+    return named(workload, experts, top_k).hit_rate(slots)
+
+
+def zipf(experts: int, top_k: float, skew: float) -> NDArray[np.float64]:
+    """Chances falling as rank ** -skew; a token takes an expert once, so none is above 1."""
+    return _scaled(np.arange(1, experts + 1, dtype=np.float64) ** -skew, top_k)
+
+
+def _scaled(weights: NDArray[np.float64], top_k: float) -> NDArray[np.float64]:
+    """min(1, c * weights) with the c that makes the sum top_k, found by halving."""
+    low, high = 0.0, top_k / float(weights[weights > 0].min())
+    for _ in range(100):
+        middle = (low + high) / 2
+        if np.minimum(1.0, middle * weights).sum() < top_k:
+            low = middle
+        else:
+            high = middle
+    return np.minimum(1.0, high * weights)
+
+
+def named(name: str, experts: int, top_k: int) -> Workload:
+    """One of short, mixed and deep."""
+    if name not in NAMED:
+        raise SettingsError(
+            f"workload {name!r} is not known; expected {', '.join(NAMED)}, or a trace file of `moetier trace record`"
+        )
+    found = NAMED[name]
+    return Workload(name, found.source, zipf(experts, top_k, found.skew), found.depth, found.skew)
+
+
+def of(name: str, geometry: Geometry) -> Workload:
+    """A named workload, or that of a trace file; SettingsError if the trace is of another model."""
+    if name in NAMED or not Path(name).exists():
+        return named(name, geometry.experts, geometry.top_k)
+    path = Path(name)
+    header = Trace.open(path).header
+    if (header.experts, header.top_k) != (geometry.experts, geometry.top_k):
+        raise SettingsError(
+            f"{path} traces a model of {header.experts} experts, top-{header.top_k}; {geometry.name} has "
+            f"{geometry.experts}, top-{geometry.top_k}: record one of this model"
+        )
+    chances = _counted(path)
+    source = f"decode steps of {path}; hit rates by replay under LRU, which learns from its first fifth"
+    return Workload(path.name, source, _scaled(chances, header.top_k), NAMED[DEFAULT].depth, trace=path)
+
+
+def _counted(path: Path) -> NDArray[np.float64]:
+    """Picks of each rank, mean of the layers, of the steps without a prompt."""
+    trace = Trace.open(path)
+    counts = np.zeros((trace.header.layers, trace.header.experts))
+    for call in trace.calls():
+        if not call.step.prefill:
+            ids = call.ids[call.ids < trace.header.experts]
+            counts[call.layer] += np.bincount(ids, minlength=trace.header.experts)
+    used = counts[counts.sum(axis=1) > 0]
+    if not used.size:
+        raise SettingsError(f"{path}: expected steps that decode, found only prompts; record a trace while it answers")
+    shares = used / used.sum(axis=1, keepdims=True)
+    ranked = np.sort(shares, axis=1)[:, ::-1].mean(axis=0)
+    smallest = ranked[ranked > 0].min()
+    return np.maximum(ranked, smallest / 2)  # never seen is not never
+
+
+@lru_cache(maxsize=256)
+def _simulated(path: Path, slots: int) -> float:
+    return simulated_hit_rate(Trace.open(path), slots)
