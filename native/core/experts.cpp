@@ -40,6 +40,7 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
     x_ = arena_.take<ActBlock>(shape.max_tokens * x_blocks_);
     x_range_ = arena_.take<ExponentRange>(shape.max_tokens);
     h_ = arena_.take<ActBlock>(pairs * shape.slices * h_blocks_);
+    wide_h_ = arena_.take<std::uint16_t>(kernels_.widen == nullptr ? 0 : pairs * wide_stride(shape.slices * h_blocks_));
     h_lo_ = arena_.take<std::atomic<std::int8_t>>(pairs * shape.slices);
     h_hi_ = arena_.take<std::atomic<std::int8_t>>(pairs * shape.slices);
     acc_ = arena_.take<float>(shape.max_tokens * shape.hidden);
@@ -58,7 +59,10 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
       scratch.up = arena_.take<float>(kMostRows * kStripRows);
       scratch.y = arena_.take<float>(shape.slices * kMostRows * kStripRows);
       scratch.rows = arena_.take<const ActBlock *>(kMostRows);
-      scratch.panel = arena_.take<ActBlock>(kernels_.even_rows_from == kNever ? 0 : kMostRows * x_blocks_);
+      const bool panel = kernels_.panel_from != kNever && kernels_.widen == nullptr;
+      scratch.panel = arena_.take<ActBlock>(panel ? kMostRows * x_blocks_ : 0);
+      const bool wide = kernels_.widen != nullptr;
+      scratch.wide_panel = arena_.take<std::uint16_t>(wide ? kMostRows * wide_stride(x_blocks_) : 0);
     }
   };
   take();

@@ -84,7 +84,8 @@ private:
     float *y;                   // [slices][kMostRows][32]
     const ActBlock **rows;      // [kMostRows]
     ActBlock *panel;            // [kMostRows][hidden / 32]: rows of x at equal distances, where the kernels want that
-    std::size_t panel_pair = 0; // first pair whose rows it holds, and of which step
+    std::uint16_t *wide_panel;  // [kMostRows][wide_stride]: or as the kernels widen them
+    std::size_t panel_pair = 0; // first pair whose rows either holds, and of which step
     std::uint64_t panel_step = 0;
   };
   // A range of work items that a thread took.
@@ -119,7 +120,7 @@ private:
   std::size_t strips_together(const Part &part, std::size_t most) const;
   void gate_up(const Part &part, const Part &next, Scratch &scratch);
   void activate_strip(const Part &part, std::size_t i, Run pairs, Scratch &scratch);
-  std::size_t even_rows(std::size_t first, std::size_t count, Scratch &scratch) const;
+  void fill_panel(std::size_t first, StripJob &job, Scratch &scratch) const;
   void down(const Part &part, const Part &next, Scratch &scratch);
   void put(std::size_t pair, std::size_t strip, const float *y);
   void down_slice(const Part &part, const Part &next, std::size_t slice, Run pairs, Scratch &scratch);
@@ -139,6 +140,10 @@ private:
   std::size_t token_of(std::size_t pair) const { return static_cast<std::size_t>(pair_token_[pair]); }
   float *acc(std::size_t strip, std::size_t token) const { return acc_ + (strip * tokens_ + token) * kStripRows; }
   ActBlock *h_row(std::size_t pair, std::size_t slice) const { return h_ + (pair * shape_.slices + slice) * h_blocks_; }
+  std::uint16_t *wide_h_row(std::size_t pair, std::size_t slice) const {
+    return wide_h_ + pair * wide_stride(shape_.slices * h_blocks_) + slice * h_blocks_ * kBlock;
+  }
+  bool widened(std::size_t rows) const { return kernels_.widen != nullptr && rows >= kernels_.panel_from; }
   std::size_t parts_per_expert() const { return shape_.slices * h_blocks_; }
   std::size_t hidden_strips() const { return shape_.hidden / kStripRows; }
 
@@ -161,6 +166,7 @@ private:
   ActBlock *x_;                    // [token][hidden / 32]
   ExponentRange *x_range_;         // [token]
   ActBlock *h_;                    // [pair][slice][inner / 32]
+  std::uint16_t *wide_h_;          // [pair][wide_stride]: all slices, for kernels that widen
   std::atomic<std::int8_t> *h_lo_; // [pair][slice]
   std::atomic<std::int8_t> *h_hi_;
   float *acc_;               // [hidden / 32][token][32]

@@ -59,19 +59,27 @@ Experts::Part Experts::gate_up_part(std::size_t index, std::uint64_t address, st
   return {index, address, number / h_blocks_, number % h_blocks_};
 }
 
-// Copies the rows of x that scratch.rows names to equal distances where the kernels gain by it: that distance, or 0.
-// The copy serves all strips of the same pairs.
-std::size_t Experts::even_rows(std::size_t first, std::size_t count, Scratch &scratch) const {
-  if (count < kernels_.even_rows_from) return 0;
+// Gives the kernels the rows of x that job.rows names at equal distances, as copies or widened, where they gain by it.
+// What is copied serves all strips of the same pairs.
+void Experts::fill_panel(std::size_t first, StripJob &job, Scratch &scratch) const {
+  if (job.count < kernels_.panel_from) return;
   const bool there = scratch.panel_step == step_ && scratch.panel_pair == first;
-  for (std::size_t i = 0; i < count; ++i) {
+  scratch.panel_step = step_;
+  scratch.panel_pair = first;
+  if (kernels_.widen != nullptr) {
+    job.wide = scratch.wide_panel;
+    job.wide_stride = wide_stride(x_blocks_);
+    for (std::size_t i = 0; !there && i < job.count; ++i) {
+      kernels_.widen(scratch.rows[i], x_blocks_, scratch.wide_panel + i * job.wide_stride);
+    }
+    return;
+  }
+  job.stride = x_blocks_;
+  for (std::size_t i = 0; i < job.count; ++i) {
     ActBlock *row = scratch.panel + i * x_blocks_;
     if (!there) std::memcpy(row, scratch.rows[i], x_blocks_ * sizeof(ActBlock));
     scratch.rows[i] = row;
   }
-  scratch.panel_step = step_;
-  scratch.panel_pair = first;
-  return x_blocks_;
 }
 
 // How many neighbouring strips of gate, then of up, to read in a row: as many as have room for their results.
@@ -95,17 +103,19 @@ void Experts::gate_up(const Part &part, const Part &next, Scratch &scratch) {
       scratch.rows[i] = x_ + token * x_blocks_;
       if (x_range_[token].hi != kBadRow) widen(range, x_range_[token]);
     }
-    range = without_bad_rows(range);
-    const std::size_t stride = even_rows(first, count, scratch);
+    StripJob job = {gate(0), gate(0), x_blocks_, scratch.rows, 0, nullptr, 0, count, without_bad_rows(range), nullptr};
+    fill_panel(first, job, scratch);
     for (std::size_t i = 0; i < part.strips; ++i) {
-      float *out = scratch.gate + i * count * kStripRows;
-      const Strip then = i + 1 < part.strips ? gate(i + 1) : up(0);
-      kernels_.strip({gate(i), then, x_blocks_, scratch.rows, stride, count, range, out});
+      job.strip = gate(i);
+      job.next = i + 1 < part.strips ? gate(i + 1) : up(0);
+      job.out = scratch.gate + i * count * kStripRows;
+      kernels_.strip(job);
     }
     for (std::size_t i = 0; i < part.strips; ++i) {
-      float *out = scratch.up + i * count * kStripRows;
-      const Strip then = i + 1 < part.strips ? up(i + 1) : after;
-      kernels_.strip({up(i), then, x_blocks_, scratch.rows, stride, count, range, out});
+      job.strip = up(i);
+      job.next = i + 1 < part.strips ? up(i + 1) : after;
+      job.out = scratch.up + i * count * kStripRows;
+      kernels_.strip(job);
     }
     for (std::size_t i = 0; i < part.strips; ++i) activate_strip(part, i, {first, first + count}, scratch);
   }
@@ -114,10 +124,12 @@ void Experts::gate_up(const Part &part, const Part &next, Scratch &scratch) {
 // The i-th block of h that gate_up computes, for some pairs.
 void Experts::activate_strip(const Part &part, std::size_t i, Run pairs, Scratch &scratch) {
   const std::size_t results = i * (pairs.end - pairs.begin) * kStripRows;
+  const bool wide = widened(pairs.end - pairs.begin);
   for (std::size_t pair = pairs.begin; pair < pairs.end; ++pair) {
     const std::size_t row = results + (pair - pairs.begin) * kStripRows;
-    const int raw = kernels_.activate(scratch.gate + row, scratch.up + row, activation_, pair_weight_[pair],
-                                      h_row(pair, part.slice) + part.strip + i);
+    ActBlock *h = h_row(pair, part.slice) + part.strip + i;
+    const int raw = kernels_.activate(scratch.gate + row, scratch.up + row, activation_, pair_weight_[pair], h);
+    if (wide) kernels_.widen(h, 1, wide_h_row(pair, part.slice) + (part.strip + i) * kBlock);
     const bool bad = x_range_[token_of(pair)].hi == kBadRow;
     const auto e = static_cast<std::int8_t>(bad ? kBadRow : raw);
     const std::size_t at = pair * shape_.slices + part.slice;
@@ -146,7 +158,10 @@ void Experts::down_slice(const Part &part, const Part &next, std::size_t slice, 
   const Strip strip = strip_at(slice_base(part.address, slice), down_codes_, down_scales_, part.strip, h_blocks_);
   const Strip after = strip_at(slice_base(then.address, then_slice), down_codes_, down_scales_, then.strip, h_blocks_);
   float *y = scratch.y + slice * kMostRows * kStripRows;
-  kernels_.strip({strip, after, h_blocks_, scratch.rows, shape_.slices * h_blocks_, count, without_bad_rows(range), y});
+  const std::uint16_t *wide = widened(count) ? wide_h_row(pairs.begin, slice) : nullptr;
+  const std::size_t all_blocks = shape_.slices * h_blocks_;
+  kernels_.strip({strip, after, h_blocks_, scratch.rows, all_blocks, wide, wide_stride(all_blocks), count,
+                  without_bad_rows(range), y});
   for (std::size_t i = 0; !all_good && i < count; ++i) {
     if (h_hi_[(pairs.begin + i) * shape_.slices + slice].load(std::memory_order_relaxed) != kBadRow) continue;
     std::fill_n(y + i * kStripRows, kStripRows, std::numeric_limits<float>::quiet_NaN());

@@ -9,6 +9,7 @@ extern const Kernels kPortable;
 extern const Kernels kNeon;
 #endif
 #if defined(MOETIER_X86)
+extern const Kernels kAmxBf16;
 extern const Kernels kAmx;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Vnni;
@@ -24,7 +25,7 @@ constexpr std::array kTable = {
     &kNeon,
 #endif
 #if defined(MOETIER_X86)
-    &kAmx,      &kAvx512, &kAvx512Vnni, &kAvxVnni, &kAvx2,
+    &kAmxBf16,  &kAmx, &kAvx512, &kAvx512Vnni, &kAvxVnni, &kAvx2,
 #endif
     &kPortable,
 };

@@ -22,6 +22,8 @@ struct StripJob {
   std::size_t blocks;          // K / 32
   const ActBlock *const *rows; // count rows of `blocks` blocks
   std::size_t stride;          // blocks from each row to the next where all are equal, else 0
+  const std::uint16_t *wide;   // the first of the same rows as `widen` made them, or null
+  std::size_t wide_stride;     // values from each of those to the next
   std::size_t count;           // rows, 1 to kMostRows
   ExponentRange range;         // of all rows; never that of a bad row
   float *out;                  // [count][32], 64-byte aligned
@@ -55,9 +57,17 @@ struct Kernels {
   // For measuring the machine: the tile's own multiply-adds without memory, `rounds` times; how many operations a round
   // is.
   std::size_t (*multiply)(std::size_t rounds);
-  // From how many rows on `strip` gains by rows that lie at equal distances.
-  std::size_t even_rows_from;
+  // From how many rows on `strip` gains by rows that lie at equal distances, made by `widen` where that is not null.
+  std::size_t panel_from;
+  // `blocks` blocks of a row as bf16 values q * 2^e, 32 a block, in the order in which `strip` wants them.
+  void (*widen)(const ActBlock *row, std::size_t blocks, std::uint16_t *out);
 };
+
+// Values from one widened row to the next: a cache line more than they fill, or the rows of a tile would share few sets
+// of the caches.
+constexpr std::size_t wide_stride(std::size_t blocks) {
+  return blocks * kBlock + 32;
+}
 
 // Every kernel set of this build, best first.
 std::span<const Kernels *const> built_kernels();

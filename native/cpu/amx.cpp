@@ -4,21 +4,12 @@
 // gives 16 x 16 exact sums d. Blocks of 32 have their own scales, so every block's sums leave the tile registers, and a
 // product fills only half of the K = 64 that the hardware could take: the vector work on the sums is the limit anyway.
 
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include "cpu/zmm_vbmi.h"
-
-#if defined(MOETIER_EMULATE_AMX)
-#include "tests/amx_emulation.h"
-#endif
+#include "cpu/tiles.h"
 
 namespace moetier {
 namespace {
 
-constexpr std::size_t kTokens = 16; // rows of activations in a tile product
-constexpr std::size_t kPiece = 16;  // blocks that are unpacked at a time: 18 KiB of two weight tiles
+constexpr std::size_t kPiece = 16; // blocks that are unpacked at a time: 18 KiB of two weight tiles
 
 // Tile registers; the intrinsics take numbers only.
 #define MOETIER_SUMS 0
@@ -36,26 +27,9 @@ struct SignedPermute {
   }
 };
 
-// What the hardware reads for its tile registers (Intel SDM, LDTILECFG).
-struct alignas(64) TileConfig {
-  std::uint8_t palette = 1;
-  std::uint8_t start_row = 0;
-  std::uint8_t reserved[14] = {};
-  std::uint16_t row_bytes[16] = {64, 32, 64, 64}; // of SUMS, ACTS, WEIGHTS, MORE_SUMS
-  std::uint8_t rows[16] = {16, 16, 8, 16};
-};
-static_assert(sizeof(TileConfig) == 64);
-
-// The tile registers are this thread's for the life of the object.
-class Tiles {
-public:
-  Tiles() {
-    static constexpr TileConfig kConfig;
-    _tile_loadconfig(&kConfig);
-  }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles &) = delete;
-  Tiles &operator=(const Tiles &) = delete;
+constexpr TileConfig kConfig = {
+    .row_bytes = {64, 32, 64, 64}, // of SUMS, ACTS, WEIGHTS, MORE_SUMS
+    .rows = {16, 16, 8, 16},
 };
 
 // Blocks of one segment of both weight tiles, unpacked.
@@ -85,7 +59,7 @@ void add_piece(const Piece &piece, std::size_t tile, std::size_t count, const Ac
   constexpr std::size_t kBuffers = 2; // the sums of one block are read while those of the next are computed
   alignas(64) std::int32_t d[kBuffers][kTokens][kTileRows];
   const auto multiply_block = [&](std::size_t b) {
-    asm volatile("" : : : "memory"); // the intrinsics do not say that they read memory
+    tile_memory();
     _tile_zero(MOETIER_SUMS);
     _tile_loadd(MOETIER_ACTS, acts[b].q, static_cast<int>(stride * sizeof(ActBlock)));
     _tile_loadd(MOETIER_WEIGHTS, piece.words[tile][b], 64);
@@ -111,16 +85,15 @@ void add_piece(const Piece &piece, std::size_t tile, std::size_t count, const Ac
   for (std::size_t m = 0; m < kTokens; ++m) sums[m] = sum[m];
 }
 
-// Groups of 16 rows; the last reaches back where the count is no multiple, and computes some rows twice.
 template <bool Checked>
 void tiles(const StripJob &job) {
-  const Tiles configured;
+  const Tiles configured(kConfig);
   Piece piece;
   constexpr std::size_t kGroups = kMostRows / kTokens;
   __m512 sums[kGroups][2][kTokens];
   __m512 totals[kGroups][2][kTokens];
-  const std::size_t groups = (job.count + kTokens - 1) / kTokens;
-  const auto first_row = [&](std::size_t g) { return g + 1 < groups ? g * kTokens : job.count - kTokens; };
+  const std::size_t groups = tile_groups(job.count);
+  const auto first_row = [&](std::size_t g) { return first_of_group(g, job.count); };
   const std::size_t per_segment = job.blocks / segments(job.blocks);
   std::memset(totals, 0, sizeof totals);
   for (std::size_t begin = 0; begin < job.blocks; begin += per_segment) {
@@ -163,10 +136,10 @@ void amx_strip(const StripJob &job) {
 }
 
 std::size_t multiply_tiles(std::size_t rounds) {
-  const Tiles configured;
+  const Tiles configured(kConfig);
   alignas(64) std::int8_t ones[16][64];
   std::memset(ones, 1, sizeof ones);
-  asm volatile("" : : : "memory");
+  tile_memory();
   _tile_loadd(MOETIER_ACTS, ones, 64);
   _tile_loadd(MOETIER_WEIGHTS, ones, 64);
   _tile_zero(MOETIER_SUMS);
@@ -178,34 +151,16 @@ std::size_t multiply_tiles(std::size_t rounds) {
   return 2 * 2 * kTokens * kTileRows * kBlock;
 }
 
-#if defined(MOETIER_EMULATE_AMX)
 bool available() {
-  return has_avx512_vbmi();
-}
-#else
-// The processor has the tiles, the kernel saves them, and this process may use them: Linux wants to be asked.
-bool available() {
-  constexpr unsigned kTileBit = 1U << 24;
-  constexpr unsigned kInt8Bit = 1U << 25;
-  constexpr int kRequestPermission = 0x1023; // ARCH_REQ_XCOMP_PERM
-  constexpr int kTileData = 18;              // XFEATURE_XTILEDATA
-  static const bool granted = [] {
-    unsigned a = 0;
-    unsigned b = 0;
-    unsigned c = 0;
-    unsigned d = 0;
-    if (!has_avx512_vbmi() || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-    if ((d & kTileBit) == 0 || (d & kInt8Bit) == 0) return false;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
+  constexpr unsigned kInt8 = 1U << 25;
+  static const bool granted = has_tiles(kInt8);
   return granted;
 }
-#endif
 
 } // namespace
 
 extern const Kernels kAmx;
 const Kernels kAmx = {"amx",      available, amx_strip, activate,       quantize_f32, quantize_bf16,
-                      accumulate, to_bf16,   read,      multiply_tiles, kTokens};
+                      accumulate, to_bf16,   read,      multiply_tiles, kTokens,      nullptr};
 
 } // namespace moetier

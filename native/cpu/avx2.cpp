@@ -29,6 +29,6 @@ bool available() {
 
 extern const Kernels kAvx2;
 const Kernels kAvx2 = {"avx2",     available, strip<Maddubs>, activate,          quantize_f32, quantize_bf16,
-                       accumulate, to_bf16,   read,           multiply<Maddubs>, kNever};
+                       accumulate, to_bf16,   read,           multiply<Maddubs>, kNever,       nullptr};
 
 } // namespace moetier

@@ -17,6 +17,6 @@ struct Shuffle {
 
 extern const Kernels kAvx512Vnni;
 const Kernels kAvx512Vnni = {"avx512vnni", has_avx512_vnni, strip<Shuffle>, activate, quantize_f32, quantize_bf16,
-                             accumulate,   to_bf16,         read,           multiply, kNever};
+                             accumulate,   to_bf16,         read,           multiply, kNever,       nullptr};
 
 } // namespace moetier

@@ -33,6 +33,6 @@ bool available() {
 
 extern const Kernels kAvxVnni;
 const Kernels kAvxVnni = {"avxvnni",  available, strip<Dpbusd>, activate,         quantize_f32, quantize_bf16,
-                          accumulate, to_bf16,   read,          multiply<Dpbusd>, kNever};
+                          accumulate, to_bf16,   read,          multiply<Dpbusd>, kNever,       nullptr};
 
 } // namespace moetier

@@ -152,6 +152,6 @@ bool available() {
 
 extern const Kernels kNeon;
 const Kernels kNeon = {"neon",     available, strip, activate, quantize_f32, quantize_bf16,
-                       accumulate, to_bf16,   read,  multiply, kNever};
+                       accumulate, to_bf16,   read,  multiply, kNever,       nullptr};
 
 } // namespace moetier

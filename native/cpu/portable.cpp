@@ -128,6 +128,6 @@ bool available() {
 
 extern const Kernels kPortable;
 const Kernels kPortable = {"portable", available, strip, activate, quantize_f32, quantize_bf16,
-                           accumulate, to_bf16,   read,  multiply, kNever};
+                           accumulate, to_bf16,   read,  multiply, kNever,       nullptr};
 
 } // namespace moetier

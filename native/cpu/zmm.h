@@ -25,9 +25,8 @@ constexpr std::size_t kAhead = 32; // blocks (of 256 bytes) by which prefetching
   return _mm512_set1_epi32(value);
 }
 
-// One tile's codes as eight registers of u: even k of word j in u[j], odd k in u[4 + j].
-template <typename Lookup>
-[[gnu::always_inline]] inline void unpack(const std::uint8_t *codes, __m512i *u) {
+// One tile's codes as four registers of words: word j of each of the 16 rows.
+[[gnu::always_inline]] inline void transpose(const std::uint8_t *codes, __m512i *words) {
   const __m512i a0 = _mm512_load_si512(codes);
   const __m512i a1 = _mm512_load_si512(codes + 64);
   const __m512i a2 = _mm512_load_si512(codes + 128);
@@ -36,8 +35,17 @@ template <typename Lookup>
   const __m512i b1 = _mm512_unpackhi_epi32(a0, a1);
   const __m512i b2 = _mm512_unpacklo_epi32(a2, a3);
   const __m512i b3 = _mm512_unpackhi_epi32(a2, a3);
-  const __m512i words[4] = {_mm512_unpacklo_epi64(b0, b2), _mm512_unpackhi_epi64(b0, b2), _mm512_unpacklo_epi64(b1, b3),
-                            _mm512_unpackhi_epi64(b1, b3)};
+  words[0] = _mm512_unpacklo_epi64(b0, b2);
+  words[1] = _mm512_unpackhi_epi64(b0, b2);
+  words[2] = _mm512_unpacklo_epi64(b1, b3);
+  words[3] = _mm512_unpackhi_epi64(b1, b3);
+}
+
+// One tile's codes as eight registers of u: even k of word j in u[j], odd k in u[4 + j].
+template <typename Lookup>
+[[gnu::always_inline]] inline void unpack(const std::uint8_t *codes, __m512i *u) {
+  __m512i words[4];
+  transpose(codes, words);
   for (int j = 0; j < 4; ++j) {
     u[j] = Lookup::low_nibbles(words[j]);
     u[4 + j] = Lookup::low_nibbles(_mm512_srli_epi16(words[j], 4));
@@ -125,8 +133,13 @@ void group(const StripJob &job, std::size_t first) {
   }
 }
 
-// Whether some c = e + s - 128 of the strip may leave its bounds.
-bool needs_check(const StripJob &job) {
+// Least and largest E8M0 byte of a strip.
+struct ScaleRange {
+  int lo;
+  int hi;
+};
+
+ScaleRange scales_of(const StripJob &job) {
   __m256i least = _mm256_set1_epi8(-1);
   __m256i most = _mm256_setzero_si256();
   for (std::size_t at = 0; at < 2 * job.blocks * kTileRows; at += 32) {
@@ -138,13 +151,21 @@ bool needs_check(const StripJob &job) {
   alignas(32) std::uint8_t high[32];
   _mm256_store_si256(reinterpret_cast<__m256i *>(low), least);
   _mm256_store_si256(reinterpret_cast<__m256i *>(high), most);
-  int s_lo = 255;
-  int s_hi = 0;
+  ScaleRange range = {255, 0};
   for (int i = 0; i < 32; ++i) {
-    s_lo = low[i] < s_lo ? low[i] : s_lo;
-    s_hi = high[i] > s_hi ? high[i] : s_hi;
+    range.lo = low[i] < range.lo ? low[i] : range.lo;
+    range.hi = high[i] > range.hi ? high[i] : range.hi;
   }
-  return s_lo + job.range.lo - 128 < kMinShift || s_hi + job.range.hi - 128 > kMaxShift;
+  return range;
+}
+
+// Whether some c = e + s - 128 of the strip may leave its bounds.
+[[maybe_unused]] bool needs_check(ScaleRange scales, ExponentRange exponents) {
+  return scales.lo + exponents.lo - 128 < kMinShift || scales.hi + exponents.hi - 128 > kMaxShift;
+}
+
+bool needs_check(const StripJob &job) {
+  return needs_check(scales_of(job), job.range);
 }
 
 using Group = void (*)(const StripJob &, std::size_t);

@@ -120,24 +120,25 @@ def test_mixed_magnitudes_of_every_exponent(pool, isa):
 
 
 @pytest.mark.parametrize("down", ["all", "usual"])
-def test_scales_of_every_value(pool, isa, down):
+@pytest.mark.parametrize("scales", [(0, 254), (2, 230), (30, 130)], ids=["every", "bf16", "no-overflow"])
+def test_scales_of_every_value(pool, isa, scales, down):
     rng = np.random.default_rng(5)
     geometry = LayerGeometry(256, 128, experts=4, top_k=2)
-    layer = make_layer(rng, geometry, (0, 254), (0, 254) if down == "all" else (118, 124))
-    check_layer(pool, isa, layer, make_inputs(rng, geometry, 20), PLAIN)
+    layer = make_layer(rng, geometry, scales, scales if down == "all" else (118, 124))
+    check_layer(pool, isa, layer, make_inputs(rng, geometry, 40), PLAIN)
 
 
 @pytest.mark.parametrize("exponent", [-106, -60, -8, 0, 40, 121, 122])
-@pytest.mark.parametrize("scale", [0, 1, 2, 22, 23, 120, 127, 200, 238, 239, 240, 254])
+@pytest.mark.parametrize("scale", [0, 1, 2, 22, 23, 120, 127, 200, 238, 239, 240, 252, 253, 254])
 def test_edges_of_the_shift(pool, isa, scale, exponent):
-    """The shift c = e + s - 128 at and around its bounds -126 and 111."""
+    """The shift c = e + s - 128 at and around its bounds -126 and 111, and powers that bf16 operands just hold."""
     rng = np.random.default_rng(scale * 1000 + exponent + 500)
     geometry = LayerGeometry(64, 64, experts=2, top_k=1)
     layer = make_layer(rng, geometry, (scale, scale), (118, 124))
-    x = rng.integers(-127, 128, (6, 64)).astype(np.float32)
+    x = rng.integers(-127, 128, (24, 64)).astype(np.float32)
     x[:, ::32] = 127
     x[0, :32] = 0
-    _, ids, weights = make_inputs(rng, geometry, 6)
+    _, ids, weights = make_inputs(rng, geometry, 24)
     with np.errstate(over="ignore"):
         x = np.ldexp(x, exponent).astype(np.float32)
     check_layer(pool, isa, layer, (x, ids, weights), PLAIN)
