@@ -6,12 +6,14 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moetier.errors import SettingsError
 from moetier.machine import MAX_THREADS
+
+PolicyName = Literal["lru", "second-touch", "frequency"]
 
 
 class Settings(BaseModel):
@@ -38,11 +40,23 @@ class Settings(BaseModel):
     record_calls: Path | None = Field(
         None, description="write every layer call (inputs and output bits) to this new folder, for identity --replay"
     )
+    record_trace: Path | None = Field(
+        None, description="write which experts each layer call routes to, to this new file (`moetier trace`)"
+    )
+    policy: PolicyName = Field("lru", description="which expert of a layer gives way for a missed one")
+    identity_check: int = Field(
+        16, ge=0, le=100_000, description="random layer calls that are compared through every path at start; 0: none"
+    )
+    counters_folder: Path | None = Field(
+        None, description="where each process writes what it counted, for /metrics (`moetier serve` sets it)"
+    )
     failure_file: Path | None = Field(
         None, description="where the reason is written if the engine must stop (`moetier serve` sets and shows it)"
     )
 
-    @field_validator("dram_records", "threads", "cpus", "staging_records", "disk_threads", mode="before")
+    @field_validator(
+        "dram_records", "threads", "cpus", "staging_records", "disk_threads", "identity_check", mode="before"
+    )
     @classmethod
     def _no_booleans(cls, value: Any) -> Any:
         """Python counts true as 1; a person who writes it means something else."""
@@ -50,7 +64,9 @@ class Settings(BaseModel):
             raise ValueError("expected a number, found true or false")
         return value
 
-    @field_validator("heat_file", "record_calls", "failure_file", "store", mode="before")
+    @field_validator(
+        "heat_file", "record_calls", "record_trace", "counters_folder", "failure_file", "store", mode="before"
+    )
     @classmethod
     def _no_empty_path(cls, value: Any) -> Any:
         if value == "":

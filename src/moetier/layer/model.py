@@ -7,11 +7,13 @@ import threading
 from types import TracebackType
 
 from moetier.kernels.cpu import CpuExperts, ThreadPool
+from moetier.layer.context import Context
 from moetier.layer.counters import Counters
 from moetier.layer.recording import Recorder
 from moetier.layer.tiered import TieredLayer
-from moetier.residency import DiskReader, DramTier, Heat, Lru
+from moetier.residency import POLICIES, DiskReader, DramTier, Heat, Part
 from moetier.residency.staging import Staging
+from moetier.residency.trace import TraceHeader, TraceWriter
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.heal import Healer
@@ -24,34 +26,54 @@ class TieredModel:
     """Opens a store and serves its layers. Thread-safe only in that heat may be saved while layers run."""
 
     def __init__(
-        self, settings: Settings, store: Store, records: int, max_tokens: int, checkpoint: Checkpoint | None = None
+        self,
+        settings: Settings,
+        store: Store,
+        records: int,
+        max_tokens: int,
+        checkpoint: Checkpoint | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        """records: records per layer in DRAM; max_tokens: the most tokens of a call; checkpoint: heals bad records."""
-        geometry, family = store.manifest.layer_geometry, store.manifest.layer_family
+        """records: records per layer in DRAM; max_tokens: the most tokens of a call; checkpoint: heals bad records.
+
+        rank, ranks: of tensor parallelism; this process holds and computes its share of every record's slices.
+        """
+        geometry = store.manifest.layer_geometry
+        self.part = Part(geometry, rank, ranks)
         self.settings = settings
         self.store = store
         self.records = records
         self.healer = Healer(store, checkpoint) if checkpoint else None
-        self.reader = DiskReader(store, settings.disk_threads, self.healer)
+        self.reader = DiskReader(store, settings.disk_threads, self.healer, self.part)
         self.pool = ThreadPool(settings.threads, settings.cpus)
-        self.kernel = CpuExperts(geometry, family, self.pool, isa=settings.isa, max_tokens=max_tokens)
-        self.staging = Staging(settings.staging_records, store.layout.stride)
+        self.kernel = self.make_kernel(settings.isa, self.pool, max_tokens)
+        self.staging = Staging(settings.staging_records, self.part.room, self.part.shift)
         layers = store.manifest.layers
         self.layer_counters = tuple(Counters() for _ in layers)
         """By the layer's index in the store."""
         self.heat = Heat.load(settings.heat_path, len(layers), geometry.experts, store.manifest.checkpoint.identity)
-        self._recorder = Recorder(settings.record_calls) if settings.record_calls else None
+        header = TraceHeader(len(layers), geometry.experts, geometry.top_k, store.manifest.checkpoint.identity)
+        self.context = Context(
+            recorder=Recorder(settings.record_calls) if settings.record_calls else None,
+            trace=TraceWriter(settings.record_trace, header) if settings.record_trace and rank == 0 else None,
+        )
         self._attached: dict[int, TieredLayer] = {}
         self._stop = threading.Event()
         self._saver = threading.Thread(target=self._save_heat_now_and_then, name="moetier-heat", daemon=True)
         self._saver.start()
+
+    def make_kernel(self, isa: str | None, pool: ThreadPool, max_tokens: int) -> CpuExperts:
+        """A kernel for this rank's part of the records."""
+        return CpuExperts(self.part.narrow, self.store.manifest.layer_family, pool, isa=isa, max_tokens=max_tokens)
 
     def attach(self, number: int) -> TieredLayer:
         """The layer with this number in the checkpoint, its hottest records already in DRAM."""
         index = self.store.layer_index(number)
         if index not in self._attached:
             geometry = self.store.manifest.layer_geometry
-            tier = DramTier(geometry.experts, self.records, self.store.layout.stride, Lru(geometry.experts))
+            policy = POLICIES[self.settings.policy](geometry.experts)
+            tier = DramTier(geometry.experts, self.records, self.part.room, policy, self.part.shift)
             layer = TieredLayer(
                 index,
                 self.kernel,
@@ -60,7 +82,7 @@ class TieredModel:
                 self.reader,
                 self.heat,
                 self.layer_counters[index],
-                self._recorder,
+                self.context,
             )
             layer.preload(self.records)
             self._attached[index] = layer
@@ -91,8 +113,7 @@ class TieredModel:
         self.save_heat()
         self.reader.close()
         self.pool.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        self.context.close()
 
     def __enter__(self) -> TieredModel:
         return self

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.kernels.cpu import CpuExperts
+from moetier.layer.context import Context
 from moetier.layer.counters import Counters
-from moetier.layer.recording import Call, Recorder
+from moetier.layer.recording import Call
 from moetier.residency import DiskReader, DramTier, Heat
 from moetier.residency.staging import Staging
 
@@ -42,7 +43,7 @@ class TieredLayer:
         reader: DiskReader,
         heat: Heat,
         counters: Counters,
-        recorder: Recorder | None = None,
+        context: Context | None = None,
     ) -> None:
         self.index = index
         self.tier = tier
@@ -51,7 +52,7 @@ class TieredLayer:
         self._reader = reader
         self._heat = heat
         self._counters = counters
-        self._recorder = recorder
+        self._context = context or Context()
 
     def forward(
         self,
@@ -66,23 +67,35 @@ class TieredLayer:
         """
         start, waited = perf_counter_ns(), 0
         experts, pairs, missed = self._kernel.try_forward(x, ids, weights, self.tier.addresses, out)
-        self.tier.policy.touch(experts)
+        context = self._context
+        if context.real:
+            self.tier.policy.touch(experts, context.step.prefill)
         if missed.size:
             self._kernel.begin(x, ids, weights)
             waited = self._run_with_misses(experts, self.tier.addresses[experts])
             self._kernel.finish(out)
+        if not context.real:
+            return
         self._counters.cpu_us += (perf_counter_ns() - start - waited) / 1000
         self._counters.wait_us += waited / 1000
         self._account(x.shape[0], experts, pairs, missed.size)
-        if self._recorder is not None:
-            self._recorder.add(Call(self.index, x, ids, weights, out))
+        if context.trace is not None:
+            context.trace.add(self.index, context.step, ids)
+        if context.recorder is not None:
+            context.recorder.add(Call(self.index, x, ids, weights, out))
 
     def preload(self, number: int) -> None:
         """Read the `number` hottest experts into free slots."""
+        hottest = self._heat.hottest(self.index, min(number, self.tier.slots))
+        self.load(hottest)
+        self.tier.policy.place(hottest[self._heat.counts[self.index, hottest] > 0])
+
+    def load(self, experts: NDArray[np.int32]) -> None:
+        """Read `experts`, int32 [D], into free slots."""
         nothing_pinned = np.zeros(self.tier.addresses.size, np.bool_)
         reads: dict[int, Read] = {}
         try:
-            for expert in map(int, self._heat.hottest(self.index, min(number, self.tier.slots))):
+            for expert in map(int, experts):
                 read = self._start_read(expert, nothing_pinned)
                 assert read is not None
                 assert not read.staged, "a layer that is preloaded has free slots"
@@ -96,7 +109,7 @@ class TieredLayer:
             self._settle(expert, read)
 
     def _account(self, tokens: int, experts: NDArray[np.int32], pairs: NDArray[np.int32], misses: int) -> None:
-        self._heat.add(self.index, experts, pairs)
+        self._heat.add(self.index, experts, pairs, self._context.step.sequences)
         counters = self._counters
         counters.calls += 1
         counters.tokens += tokens

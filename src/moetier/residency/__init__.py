@@ -4,6 +4,7 @@ from moetier.residency.arena import Arena
 from moetier.residency.disk import DiskReader
 from moetier.residency.dram import DramTier
 from moetier.residency.heat import Heat
+from moetier.residency.part import Part
 from moetier.residency.policy import POLICIES, Frequency, Lru, Policy, SecondTouch, Swap, refills
 from moetier.residency.step import UNKNOWN, Step
 
@@ -16,6 +17,7 @@ __all__ = [
     "Frequency",
     "Heat",
     "Lru",
+    "Part",
     "Policy",
     "SecondTouch",
     "Step",

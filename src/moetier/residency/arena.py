@@ -13,10 +13,14 @@ HUGE_PAGE = 2 << 20
 
 
 class Arena:
-    """`slots` records of `stride` bytes each, allocated and touched at construction: it cannot fail later."""
+    """`slots` records of `stride` bytes each, allocated and touched at construction: it cannot fail later.
 
-    def __init__(self, slots: int, stride: int) -> None:
+    shift: bytes of a slot before the part of the record that the kernels read (see `Part`).
+    """
+
+    def __init__(self, slots: int, stride: int, shift: int = 0) -> None:
         self.slots = slots
+        self.shift = shift
         self.stride = stride
         size = max(slots * stride, mmap.PAGESIZE)
         try:
@@ -33,8 +37,8 @@ class Arena:
         self._base = self._bytes.ctypes.data
 
     def address(self, slot: int) -> int:
-        """Address of a slot's first byte."""
-        return self._base + slot * self.stride
+        """Where the kernels find the record of a slot."""
+        return self._base + slot * self.stride + self.shift
 
     def view(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of a slot, uint8 [stride], writable."""

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import RecordReadError, SettingsError
+from moetier.residency.part import Part
 from moetier.store.files import open_to_read
 from moetier.store.heal import Healer
-from moetier.store.store import Store, checksum
+from moetier.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,13 @@ class DiskReader:
 
     Reads bypass the page cache (O_DIRECT) so that a record is not held in memory twice; a file system that refuses it
     is read through the page cache, which one warning says. A record that reads wrongly is read again, then healed
-    where there is a healer.
+    where there is a healer. Of each record, only the part of this rank is read, and its slices are checked.
     """
 
-    def __init__(self, store: Store, threads: int, healer: Healer | None = None) -> None:
+    def __init__(self, store: Store, threads: int, healer: Healer | None = None, part: Part | None = None) -> None:
         self._store = store
+        self.part = part or Part(store.manifest.layer_geometry)
         self._healer = healer
-        self._checksums = [store.checksums(layer) for layer in range(len(store.manifest.layers))]
         self._files: list[int] = []
         self.direct = True
         for layer in range(len(store.manifest.layers)):
@@ -81,7 +82,7 @@ class DiskReader:
         return pool
 
     def submit(self, layer: int, expert: int, out: NDArray[np.uint8]) -> Future[None]:
-        """Start reading a record into `out`, uint8 [stride], 4 KiB-aligned. `out` belongs to the read until it ends."""
+        """Start reading a record into `out`, uint8 [room], 4 KiB-aligned. `out` belongs to the read until it ends."""
         return self._pool.submit(self.read, layer, expert, out)
 
     def read(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
@@ -106,13 +107,18 @@ class DiskReader:
                 f"{problem}. Nothing was computed from it. Run `moetier store verify {self._store.path}` and build the "
                 "store again if the disk is sound."
             )
-        self._healer.heal(layer, expert, problem, out)
+        if self.part.ranks == 1:
+            self._healer.heal(layer, expert, problem, out)
+            return
+        whole = np.empty(self._store.layout.stride, np.uint8)
+        self._healer.heal(layer, expert, problem, whole)
+        out[:] = whole[self.part.start :][: out.size]
 
     def _attempt(self, layer: int, expert: int, out: NDArray[np.uint8]) -> str:
         where = (
             f"layer {self._store.manifest.layers[layer].number}, expert {expert} in {self._store.record_file(layer)}"
         )
-        offset, done = self._store.offset(expert), 0
+        offset, done = self._store.offset(expert) + self.part.start, 0
         try:
             while done < out.size:
                 count = os.preadv(self._files[layer], [out.data[done:]], offset + done)
@@ -121,8 +127,9 @@ class DiskReader:
                 done += count
         except OSError as error:
             return f"{where}: {error.strerror}"
-        found, expected = checksum(out), int(self._checksums[layer][expert])
-        return "" if found == expected else f"{where}: checksum {found:016x}, expected {expected:016x}"
+        part = self.part
+        wrong = self._store.problem(layer, expert, out[part.shift : part.shift + part.end - part.begin], part.first)
+        return f"{where}: {wrong}" if wrong else ""
 
     def close(self) -> None:
         """Wait for the reads in flight and close the files."""

@@ -18,11 +18,11 @@ class DramTier:
     expert is mapped only after its bytes are whole (`publish`), and unmapped before its slot is given away (`take`).
     """
 
-    def __init__(self, experts: int, slots: int, stride: int, policy: Policy) -> None:
+    def __init__(self, experts: int, slots: int, stride: int, policy: Policy, shift: int = 0) -> None:
         self.addresses: NDArray[np.uint64] = np.zeros(experts, np.uint64)
         """Address of each expert's record, 0 where it is not in DRAM."""
         self.policy = policy
-        self.arena = Arena(slots, stride)
+        self.arena = Arena(slots, stride, shift)
         self._slot_of: NDArray[np.int32] = np.full(experts, ABSENT, np.int32)
         self._owner: NDArray[np.int32] = np.full(slots, ABSENT, np.int32)
         self._free = list(range(slots - 1, -1, -1))

@@ -11,9 +11,9 @@ from moetier.residency.arena import Arena
 class Staging:
     """Slots with a free list. At least one, or a layer whose own slots are all in use could not go on."""
 
-    def __init__(self, slots: int, stride: int) -> None:
+    def __init__(self, slots: int, stride: int, shift: int = 0) -> None:
         assert slots >= 1
-        self._arena = Arena(slots, stride)
+        self._arena = Arena(slots, stride, shift)
         self._free = list(range(slots))
 
     @property
@@ -30,7 +30,7 @@ class Staging:
         self._free.append(slot)
 
     def address(self, slot: int) -> int:
-        """Address of a slot's first byte."""
+        """Where the kernels find the record of a slot."""
         return self._arena.address(slot)
 
     def view(self, slot: int) -> NDArray[np.uint8]:

@@ -26,7 +26,7 @@ from moetier.store.checkpoint import Checkpoint
 from moetier.store.describe import LOSS, LayerFiles, describe, layer_files
 from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
 from moetier.store.manifest import Manifest
-from moetier.store.store import Store, checksum
+from moetier.store.store import Store, slice_sums
 from moetier.store.work import Meter, Report, default_threads, for_each
 
 PARTIAL = ".partial"
@@ -125,6 +125,7 @@ class _Build:
         self.deep = deep
         self.threads = threads
         self.layer_bytes = self.geometry.experts * self.layout.stride
+        self.sums_bytes = 8 * self.geometry.experts * self.geometry.slices
         self._local = threading.local()
 
     def existing(self) -> Manifest | None:
@@ -248,10 +249,7 @@ class _Build:
     def _is_whole(self, layer: int) -> bool:
         try:
             files = self._files(layer)
-            return (
-                files.records.stat().st_size == self.layer_bytes
-                and files.sums.stat().st_size == 8 * self.geometry.experts
-            )
+            return files.records.stat().st_size == self.layer_bytes and files.sums.stat().st_size == self.sums_bytes
         except FileNotFoundError:
             return False
 
@@ -262,7 +260,7 @@ class _Build:
                 p.stat().st_blocks * 512 for p in (self._files(layer).records for layer in missing) if p.exists()
             )
         free = status.f_bavail * status.f_frsize
-        need = len(missing) * (self.layer_bytes + 8 * self.geometry.experts) - begun
+        need = len(missing) * (self.layer_bytes + self.sums_bytes) - begun
         if need > free:
             raise StoreError(
                 f"{self.out} needs {need / 1e9:.3f} GB more, found {free / 1e9:.3f} GB free on its file system; "
@@ -271,7 +269,7 @@ class _Build:
 
     def _build_layer(self, layer: int, pool: ThreadPoolExecutor, meter: Meter) -> None:
         files = self._files(layer)
-        sums = np.zeros(self.geometry.experts, np.uint64)
+        sums = np.zeros((self.geometry.experts, self.geometry.slices), np.uint64)
         losses: list[Loss | None] = [None] * self.geometry.experts
         with store_errors(f"{files.records} cannot be written"):
             files.sums.unlink(missing_ok=True)
@@ -284,7 +282,7 @@ class _Build:
                     converted = self.checkpoint.convert(layer, expert)
                     self.layout.pack(converted.expert, record)
                     losses[expert] = converted.loss
-                    sums[expert] = checksum(record)
+                    sums[expert] = list(slice_sums(self.layout, record))
                     write_all(fd, record.data, expert * self.layout.stride)
 
                 for_each(pool, range(self.geometry.experts), job, meter)

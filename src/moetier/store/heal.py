@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moetier.errors import CheckpointError, RecordReadError
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.files import write_all
-from moetier.store.store import Store, checksum
+from moetier.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,10 @@ class Healer:
             self._store.layout.pack(self._checkpoint.read_expert(layer, expert), out)
         except CheckpointError as error:
             raise RecordReadError(f"{problem}; it cannot be healed: {error}") from error
-        found, expected = checksum(out), int(self._store.checksums(layer)[expert])
-        if found != expected:
+        if wrong := self._store.problem(layer, expert, out):
             raise RecordReadError(
-                f"{problem}; it cannot be healed: the checkpoint {self._checkpoint.path} gives checksum {found:016x}, "
-                f"expected {expected:016x}. Restore the checkpoint or build the store again into another folder"
+                f"{problem}; it cannot be healed: the checkpoint {self._checkpoint.path} gives {wrong}. Restore the "
+                "checkpoint or build the store again into another folder"
             )
         with self._lock:
             self.healed += 1

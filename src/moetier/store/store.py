@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -19,9 +20,14 @@ from moetier.store.manifest import Manifest
 from moetier.store.shards import pread_into
 
 
-def checksum(record: NDArray[np.uint8]) -> int:
-    """xxh3_64 of a record, its padding included."""
-    return xxhash.xxh3_64_intdigest(record.data)
+def slice_sums(layout: RecordLayout, data: NDArray[np.uint8], first: int = 0) -> Iterator[int]:
+    """xxh3_64 of each slice in `data`, which begins with slice `first`; the record's padding goes with its last one."""
+    for index in range(first, layout.slices):
+        begin = (index - first) * layout.slice_bytes
+        if begin >= data.size:
+            return
+        end = data.size if index == layout.slices - 1 else begin + layout.slice_bytes
+        yield xxhash.xxh3_64_intdigest(data[begin:end].data)
 
 
 class Store:
@@ -76,8 +82,17 @@ class Store:
         return expert * self.manifest.record_stride
 
     def checksums(self, layer: int) -> NDArray[np.uint64]:
-        """xxh3_64 of each record of a layer, uint64 [experts]."""
+        """xxh3_64 of each slice of each record of a layer, uint64 [experts, slices]; the last one's has the padding."""
         return self._sums[layer]
+
+    def problem(self, layer: int, expert: int, data: NDArray[np.uint8], first: int = 0) -> str:
+        """What is wrong with `data`, the bytes of a record from slice `first` on; "" if its checksums are right."""
+        expected = self._sums[layer][expert]
+        for index, found in enumerate(slice_sums(self.layout, data, first), first):
+            if found != int(expected[index]):
+                where = f"slice {index}: " if self.layout.slices > 1 else ""
+                return f"{where}checksum {found:016x}, expected {int(expected[index]):016x}"
+        return ""
 
     def read_record(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:
         """Read one record into `out`, contiguous uint8 [record stride], and verify its checksum.
@@ -85,14 +100,14 @@ class Store:
         Bytes that fail are read from the disk once more, past the page cache; then it is a RecordReadError.
         """
         found = self._read_once(layer, expert, out)
-        if found is not None:
+        if found:
             os.posix_fadvise(self._file(layer), self.offset(expert), out.size, os.POSIX_FADV_DONTNEED)
             found = self._read_once(layer, expert, out)
-        if found is not None:
+        if found:
             raise RecordReadError(
                 f"record of layer {self.manifest.layers[layer].number}, expert {expert} in {self.record_file(layer)}: "
-                f"expected checksum {int(self._sums[layer][expert]):016x}, found {found}; the disk returned other "
-                "bytes than were written: check the disk, then build the store again into another folder"
+                f"{found}; the disk returned other bytes than were written: check the disk, then build the store again "
+                "into another folder"
             )
 
     def close(self) -> None:
@@ -109,8 +124,8 @@ class Store:
     ) -> None:
         self.close()
 
-    def _read_once(self, layer: int, expert: int, out: NDArray[np.uint8]) -> str | None:
-        """None if the record is right, else what was found in its place."""
+    def _read_once(self, layer: int, expert: int, out: NDArray[np.uint8]) -> str:
+        """What is wrong with the record as it was read; "" if nothing is."""
         if out.size != self.manifest.record_stride:
             raise ValueError(f"a record has {self.manifest.record_stride} bytes, the buffer {out.size}")
         try:
@@ -119,8 +134,7 @@ class Store:
             return f"no bytes ({error.strerror})"
         if done != out.size:
             return f"only {done} of {out.size} bytes"
-        found = checksum(out)
-        return None if found == int(self._sums[layer][expert]) else f"{found:016x}"
+        return self.problem(layer, expert, out)
 
     def _file(self, layer: int) -> int:
         with self._lock:
@@ -129,20 +143,21 @@ class Store:
             return self._files[layer]
 
     def _read_sums(self, index: int) -> NDArray[np.uint64]:
-        entry = self.manifest.layers[index]
+        entry, shape = self.manifest.layers[index], (self.manifest.geometry.experts, self.manifest.slices)
+        size = 8 * shape[0] * shape[1]
         try:
-            raw = read_small(self.path / entry.sums, 8 * self.manifest.geometry.experts)
+            raw = read_small(self.path / entry.sums, size)
         except OSError as error:
             raise StoreError(
                 f"{self.path / entry.sums} cannot be read: {error.strerror}; build the store again"
             ) from error
         digest = hashlib.sha256(raw).hexdigest()
-        if digest != entry.sums_sha256 or len(raw) != 8 * self.manifest.geometry.experts:
+        if digest != entry.sums_sha256 or len(raw) != size:
             raise StoreError(
-                f"{self.path / entry.sums}: expected {8 * self.manifest.geometry.experts} bytes with sha256 "
+                f"{self.path / entry.sums}: expected {size} bytes with sha256 "
                 f"{entry.sums_sha256}, found {len(raw)} with {digest}; build the store again into another folder"
             )
-        return np.frombuffer(raw, "<u8").astype(np.uint64, copy=False)
+        return np.frombuffer(raw, "<u8").astype(np.uint64, copy=False).reshape(shape)
 
     def _check_sizes(self) -> None:
         manifest, layout = self.manifest, self.layout

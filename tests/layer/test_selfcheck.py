@@ -1,0 +1,120 @@
+"""The identity check at start: silent on a sound machine, and a wrong bit anywhere names the two paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moetier.kernels.cpu import CpuExperts, available_isas
+from moetier.layer import TieredModel
+from moetier.layer.recording import Call
+from moetier.layer.selfcheck import IdentityError, self_check
+from moetier.layer.tiered import TieredLayer
+from moetier.settings import Settings
+from moetier.store.build import build_store
+from moetier.store.store import Store
+from tests.store.checkpoints import write_checkpoint
+
+CALLS = 8
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["whole", "four-slices"])
+def store_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("selfcheck")
+    made = write_checkpoint(folder / "model", experts=8, hidden=96, intermediate=128, top_k=3)
+    build_store(made.path, folder / "store", slices=request.param)
+    return folder / "store"
+
+
+@pytest.fixture
+def model(store_path: Path) -> Iterator[TieredModel]:
+    with (
+        Store.open(store_path) as store,
+        TieredModel(Settings(store=store_path, threads=2), store, records=2, max_tokens=8) as model,
+    ):
+        yield model
+
+
+def test_sound_machine(model: TieredModel) -> None:
+    checked = self_check(model, CALLS)
+    assert checked.calls == CALLS
+    kernels = {path.partition("/")[2] for path in checked.paths}
+    assert kernels == {f"{isa}/{threads} threads" for isa in available_isas() for threads in (1, 2)}
+    assert {path.partition("/")[0] for path in checked.paths} == {"DRAM", "disk", "DRAM and disk"}
+    assert checked.comparisons == CALLS * min(4, 1 + len(kernels))
+    assert model.counters.calls == 0, "the check is not traffic"
+    assert model.reader.counters.reads == 0
+    assert not model.heat.counts.any()
+
+
+def test_no_calls(model: TieredModel) -> None:
+    assert self_check(model, 0).comparisons == 0
+
+
+def flip(out: np.ndarray) -> None:
+    out.reshape(-1)[-1] ^= 1
+
+
+def test_kernel_with_one_wrong_bit(model: TieredModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all kernels, only the portable one is wrong, in the last bit of its last value."""
+    right = CpuExperts.try_forward
+
+    def wrong(self: CpuExperts, x, ids, weights, addresses, out):  # type: ignore[no-untyped-def]
+        result = right(self, x, ids, weights, addresses, out)
+        if self.isa == "portable":
+            flip(out)
+        return result
+
+    monkeypatch.setattr(CpuExperts, "try_forward", wrong)
+    if model.kernel.isa == "portable":
+        pytest.skip("this machine has no other kernel")
+    with pytest.raises(
+        IdentityError, match=rf"'DRAM/{model.kernel.isa}/2 threads' and 'DRAM/portable/. threads?'"
+    ) as error:
+        self_check(model, CALLS)
+    assert error.value.exit_code == 1
+    assert "differ in 1 of" in str(error.value)
+    assert "layer " in str(error.value)
+
+
+def test_tier_with_one_wrong_bit(model: TieredModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that read from disk give one wrong bit, steps in DRAM do not."""
+    right = CpuExperts.finish
+
+    def wrong(self: CpuExperts, out: np.ndarray) -> None:
+        right(self, out)
+        flip(out)
+
+    monkeypatch.setattr(CpuExperts, "finish", wrong)
+    with pytest.raises(IdentityError, match=r"'DRAM/.*' and 'DRAM and disk/"):
+        self_check(model, CALLS)
+
+
+def test_record_that_changed_in_memory(model: TieredModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights change after their checksum was found right."""
+    right = TieredLayer.load
+
+    def wrong(self: TieredLayer, experts: np.ndarray) -> None:
+        right(self, experts)
+        if experts.size:
+            self.tier.arena.view(int(self.tier._slot_of[experts[0]]))[:2048] ^= 0x07
+
+    monkeypatch.setattr(TieredLayer, "load", wrong)
+    with pytest.raises(IdentityError, match="differ in"):
+        self_check(model, CALLS)
+
+
+def test_another_path_is_compared_too(model: TieredModel) -> None:
+    """As a device's path would be."""
+    calls: list[Call] = []
+
+    def device(call: Call) -> np.ndarray:
+        calls.append(call)
+        return np.zeros(call.x.shape, np.uint16)
+
+    with pytest.raises(IdentityError, match="and 'device slots' differ"):
+        self_check(model, CALLS, {"device slots": device})
+    assert len(calls) == 1
