@@ -29,6 +29,10 @@ DeviceSlots = _module.DeviceSlots
 LAYERS, SPARE, TOKENS = 20, 48, 8
 
 
+def empty_slots(count: int, stride: int) -> torch.Tensor:
+    return torch.zeros((count, stride), dtype=torch.uint8, device="cuda")
+
+
 def _elapsed(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     end.synchronize()
     return start.elapsed_time(end)
@@ -42,7 +46,7 @@ def speed(shape: Shape, rounds: int) -> list[dict[str, Any]]:
     source = random_slots(experts.sizes.layout, 8)
     pinned = [record.cpu().pin_memory() for record in source]
     live = 96
-    slots = DeviceSlots(g.experts, stride, range(live), SPARE)
+    slots = DeviceSlots(g.experts, range(live), empty_slots(live + SPARE, stride))
     for expert in range(live):
         slots.fill(expert, pinned[expert % 8])
     slots.publish(wait=True)
@@ -90,7 +94,7 @@ def stress(shape: Shape, rounds: int) -> dict[str, Any]:
     everywhere = torch.arange(g.experts, dtype=torch.int32, device="cuda")
     pinned = [record.cpu().pin_memory() for record in fixed]
     resident = range(g.top_k)
-    slots = DeviceSlots(g.experts, experts.sizes.layout.stride, resident, g.experts // 4)
+    slots = DeviceSlots(g.experts, resident, empty_slots(len(resident) + g.experts // 4, experts.sizes.layout.stride))
     for expert in resident:
         slots.fill(expert, pinned[expert])
     slots.publish(wait=True)

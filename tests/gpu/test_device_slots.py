@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
 from moetier.residency.device import ABSENT, DeviceSlots  # noqa: E402
 
-EXPERTS, STRIDE = 12, 64
+EXPERTS, STRIDE, FIRST = 12, 64, 40
 
 
 def record(expert: int, version: int = 0) -> "torch.Tensor":
@@ -23,7 +23,7 @@ def bytes_of(expert: int) -> np.ndarray:
 @pytest.fixture
 def slots() -> DeviceSlots:
     """Two resident experts in place, three spare slots free."""
-    slots = DeviceSlots(EXPERTS, STRIDE, resident=[3, 7], spare=3, device="cpu")
+    slots = DeviceSlots(EXPERTS, [3, 7], torch.zeros((5, STRIDE), dtype=torch.uint8), first=FIRST)
     for expert in (3, 7):
         slots.fill(expert, record(expert))
     assert slots.publish() == [3, 7]
@@ -35,7 +35,7 @@ def test_an_expert_is_in_the_table_only_after_publish(slots: DeviceSlots) -> Non
     slots.check_integrity(bytes_of)
     assert slots.table[5] == ABSENT
     assert slots.publish() == [5]
-    assert slots.table[5] == slot
+    assert slots.table[5] == FIRST + slot
     assert slots.live.tolist() == [3, 5, 7]
     slots.check_integrity(bytes_of)
 
@@ -86,7 +86,7 @@ def test_check_integrity_finds_damage(slots: DeviceSlots, damage: str) -> None:
 
 def test_random_fills_and_retirements_keep_every_invariant() -> None:
     pick = random.Random(0)
-    slots = DeviceSlots(EXPERTS, STRIDE, resident=[], spare=4, device="cpu")
+    slots = DeviceSlots(EXPERTS, [], torch.zeros((4, STRIDE), dtype=torch.uint8))
     for _ in range(400):
         on_their_way = {filling.expert for filling in slots._filling.values()}
         absent = [e for e in range(EXPERTS) if slots.mirror[e] == ABSENT and e not in on_their_way]

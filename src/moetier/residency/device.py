@@ -46,19 +46,22 @@ class DeviceSlots:
     On a CPU device there are no streams and copies happen at once; the state machine is the same.
     """
 
-    def __init__(
-        self, experts: int, stride: int, resident: Iterable[int], spare: int, device: torch.device | str = "cuda"
-    ) -> None:
-        self.device = torch.device(device)
+    def __init__(self, experts: int, resident: Iterable[int], slots: torch.Tensor, first: int = 0) -> None:
+        """Over the memory `slots`, uint8 [capacity, stride]; those that `resident` does not take are spare.
+
+        first: the number of its first slot where it is part of memory that layers share, of which the table tells.
+        """
+        self.device = slots.device
         self.resident = frozenset(resident)
         assert all(0 <= expert < experts for expert in self.resident), "a resident expert does not exist"
-        capacity = len(self.resident) + spare
-        self.slots = torch.zeros((capacity, stride), dtype=torch.uint8, device=self.device)
-        """Records, uint8 [capacity, stride]: one allocation."""
+        capacity = slots.shape[0]
+        assert capacity >= len(self.resident), "fewer slots than resident experts"
+        self.first = first
+        self.slots = slots
         self.table = torch.full((experts,), ABSENT, dtype=torch.int32, device=self.device)
-        """The slot of each expert or -1, int32 [experts]: what the kernels read."""
+        """`first` plus the slot of each expert, or -1, int32 [experts]: what the kernels read."""
         self.mirror: NDArray[np.int32] = np.full(experts, ABSENT, np.int32)
-        """The table as the last work launched on the compute stream leaves it."""
+        """The slot of each expert in `slots`, or -1, as the last work launched on the compute stream leaves it."""
         self._owner: NDArray[np.int32] = np.full(capacity, ABSENT, np.int32)
         self._free = list(range(capacity - 1, -1, -1))
         self._filling: dict[int, Filling] = {}
@@ -138,7 +141,7 @@ class DeviceSlots:
     def _set(self, expert: int, slot: int) -> None:
         """One entry of the table, in stream order: the value travels with the launch, no buffer is shared."""
         self.mirror[expert] = slot
-        self.table[expert : expert + 1].fill_(slot)
+        self.table[expert : expert + 1].fill_(slot if slot == ABSENT else self.first + slot)
 
     def check_integrity(self, record: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
         """Mirror, device table, owners and free list agree; with `record`, so do the bytes of every live expert.
@@ -146,7 +149,8 @@ class DeviceSlots:
         Reads the table back, so it waits for the device. record: the right bytes of an expert, uint8 [stride].
         """
         slots = self.mirror[self.live]
-        assert np.array_equal(self.table.cpu().numpy(), self.mirror), "the device's slot table is not its mirror"
+        table = np.where(self.mirror == ABSENT, ABSENT, self.mirror + self.first)
+        assert np.array_equal(self.table.cpu().numpy(), table), "the device's slot table is not its mirror"
         assert len(set(slots.tolist())) == slots.size, "two experts share a slot"
         assert np.array_equal(self._owner[slots], self.live), "a slot's owner is not the expert that the table names"
         assert (self._owner != ABSENT).sum() == slots.size, "a slot is owned by an expert that the table does not name"
