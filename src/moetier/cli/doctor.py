@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from moetier.doctor.examine import examine, examine_and_measure
-from moetier.doctor.facts import Machine, Verdict
+from moetier.doctor.facts import CPU, Answer, Machine, Verdict
 
 COLOURS = {Verdict.FINE: "green", Verdict.SLOW: "yellow", Verdict.BROKEN: "red"}
+ANSWERS = {Answer.WORKS: "green", Answer.UNKNOWN: "yellow", Answer.FAILS: "red"}
 WORDS = {Verdict.FINE: "fine", Verdict.SLOW: "slow because", Verdict.BROKEN: "broken because"}
 
 
@@ -64,3 +65,14 @@ def _show(found: Machine, console: Console) -> None:
         )
         if finding.remedy:
             console.print(f"    remedy: {escape(finding.remedy)}", highlight=False, soft_wrap=True)
+    if found.support:
+        console.print("[bold]support[/] (docs/doctor.md has where each answer comes from, --json too)", highlight=False)
+    for support in found.support:
+        on = "" if support.device == CPU else f" on compute capability {support.device or '?'}"
+        colour = ANSWERS[support.answer]
+        console.print(
+            f"    {support.model_type} under vLLM {support.vllm}{on}: [{colour}]{support.answer}[/] "
+            f"{escape(support.because)}",
+            highlight=False,
+            soft_wrap=True,
+        )

