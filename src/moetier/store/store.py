@@ -131,9 +131,9 @@ class Store:
         try:
             done = pread_into(self._file(layer), out, self.offset(expert))
         except OSError as error:
-            return f"no bytes ({error.strerror})"
+            return f"found no bytes ({error.strerror})"
         if done != out.size:
-            return f"only {done} of {out.size} bytes"
+            return f"found only {done} of {out.size} bytes"
         return self.problem(layer, expert, out)
 
     def _file(self, layer: int) -> int:
