@@ -10,9 +10,9 @@ import pytest
 
 from moetier.kernels.cpu import CpuExperts, available_isas
 from moetier.layer import TieredModel
+from moetier.layer.fetch import Fetcher
 from moetier.layer.recording import Call
 from moetier.layer.selfcheck import IdentityError, self_check
-from moetier.layer.tiered import TieredLayer
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.store import Store
@@ -95,14 +95,14 @@ def test_tier_with_one_wrong_bit(model: TieredModel, monkeypatch: pytest.MonkeyP
 
 def test_record_that_changed_in_memory(model: TieredModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights change after their checksum was found right."""
-    right = TieredLayer.load
+    right = Fetcher.load
 
-    def wrong(self: TieredLayer, experts: np.ndarray) -> None:
+    def wrong(self: Fetcher, experts: np.ndarray) -> None:
         right(self, experts)
         if experts.size:
             self.tier.arena.view(int(self.tier._slot_of[experts[0]]))[:2048] ^= 0x07
 
-    monkeypatch.setattr(TieredLayer, "load", wrong)
+    monkeypatch.setattr(Fetcher, "load", wrong)
     with pytest.raises(IdentityError, match="differ in"):
         self_check(model, CALLS)
 

@@ -117,7 +117,7 @@ class _Checker:
         distinct = np.unique(call.ids).astype(np.int32)
         tier, half, none = (self._tier(size) for size in (distinct.size, distinct.size // 2, 0))
         for filled in (tier, half):
-            self._layer(kernel, call.layer, filled).load(distinct[: filled.slots])
+            self._layer(kernel, call.layer, filled).fetcher.load(distinct[: filled.slots])
         layers = {
             f"DRAM/{name}": self._layer(kernel, call.layer, tier),
             f"DRAM and disk/{name}": self._layer(kernel, call.layer, half),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, wait
 from time import perf_counter_ns
 
 import numpy as np
@@ -12,19 +11,10 @@ from numpy.typing import NDArray
 from moetier.kernels.cpu import CpuExperts
 from moetier.layer.context import Context
 from moetier.layer.counters import Counters
+from moetier.layer.fetch import Fetcher, Read
 from moetier.layer.recording import Call
 from moetier.residency import DiskReader, DramTier, Heat
 from moetier.residency.staging import Staging
-
-
-@dataclass(frozen=True)
-class Read:
-    """A record on its way: into a slot of the layer (kept), or into staging (used once)."""
-
-    future: Future[None]
-    slot: int
-    staged: bool
-    address: int
 
 
 class TieredLayer:
@@ -48,8 +38,7 @@ class TieredLayer:
         self.index = index
         self.tier = tier
         self._kernel = kernel
-        self._staging = staging
-        self._reader = reader
+        self.fetcher = Fetcher(index, tier, staging, reader)
         self._heat = heat
         self._counters = counters
         self._context = context or Context()
@@ -87,26 +76,8 @@ class TieredLayer:
     def preload(self, number: int) -> None:
         """Read the `number` hottest experts into free slots."""
         hottest = self._heat.hottest(self.index, min(number, self.tier.slots))
-        self.load(hottest)
+        self.fetcher.load(hottest)
         self.tier.policy.place(hottest[self._heat.counts[self.index, hottest] > 0])
-
-    def load(self, experts: NDArray[np.int32]) -> None:
-        """Read `experts`, int32 [D], into free slots."""
-        nothing_pinned = np.zeros(self.tier.addresses.size, np.bool_)
-        reads: dict[int, Read] = {}
-        try:
-            for expert in map(int, experts):
-                read = self._start_read(expert, nothing_pinned)
-                assert read is not None
-                assert not read.staged, "a layer that is preloaded has free slots"
-                reads[expert] = read
-            for read in reads.values():
-                read.future.result()
-        except BaseException:
-            self._abandon(reads)
-            raise
-        for expert, read in reads.items():
-            self._settle(expert, read)
 
     def _account(self, tokens: int, experts: NDArray[np.int32], pairs: NDArray[np.int32], misses: int) -> None:
         self._heat.add(self.index, experts, pairs, self._context.step.sequences)
@@ -132,7 +103,7 @@ class TieredLayer:
         first = waited = 0
         try:
             while first < experts.size:
-                while missed and (read := self._start_read(int(experts[missed[0]]), pinned)):
+                while missed and (read := self.fetcher.start(int(experts[missed[0]]), pinned)):
                     reads[missed.pop(0)] = read
                 arrived = [i for i, read in reads.items() if addresses[i] == 0 and read.future.done()]
                 for i in arrived:
@@ -149,7 +120,7 @@ class TieredLayer:
                         pinned[experts[i]] = False
                         if i in reads:
                             self._counters.dram_fills += not reads[i].staged
-                            self._settle(int(experts[i]), reads.pop(i))
+                            self.fetcher.settle(reads.pop(i))
                     first = end
                 elif not ready.size:
                     coming = [reads[i].future for i in reads if addresses[i] == 0]
@@ -158,37 +129,6 @@ class TieredLayer:
                     wait(coming, return_when=FIRST_COMPLETED)
                     waited += perf_counter_ns() - begun
         except BaseException:
-            self._abandon(reads)
+            self.fetcher.abandon(reads.values())
             raise
         return waited
-
-    def _start_read(self, expert: int, pinned: NDArray[np.bool_]) -> Read | None:
-        """Read `expert` into a slot of the layer, else into staging; None while both are in use."""
-        slot = self.tier.take(expert, pinned)
-        if slot is not None:
-            view, address, staged = self.tier.arena.view(slot), self.tier.arena.address(slot), False
-        else:
-            slot = self._staging.take()
-            if slot is None:
-                return None
-            view, address, staged = self._staging.view(slot), self._staging.address(slot), True
-        try:
-            return Read(self._reader.submit(self.index, expert, view), slot, staged, address)
-        except BaseException:
-            (self._staging if staged else self.tier).give_back(slot)
-            raise
-
-    def _settle(self, expert: int, read: Read) -> None:
-        if read.staged:
-            self._staging.give_back(read.slot)
-        else:
-            self.tier.publish(expert, read.slot)
-
-    def _abandon(self, reads: dict[int, Read]) -> None:
-        """A step ends early: wait until nothing writes any more, then free what was taken."""
-        wait([read.future for read in reads.values()])
-        for read in reads.values():
-            if read.staged:
-                self._staging.give_back(read.slot)
-            else:
-                self.tier.give_back(read.slot)

@@ -214,8 +214,9 @@ class CudaPath:
             "prefill.cu", prefill_macros(self.sizes, panel, self.box_tokens), self.device, kernels
         )
 
-    def decode_kernels(self, call: Call) -> _Decode | None:
-        tokens, pairs = call.x.shape[0], call.ids.numel()
+    def decode_kernels(self, tokens: int) -> _Decode | None:
+        """The decode kernels for a call of so many tokens; None: it is prefill's."""
+        pairs = tokens * self.sizes.geometry.top_k
         if tokens == 1 and pairs <= self.alone.max_pairs:
             return self.alone
         return self.shared if pairs <= self.shared.max_pairs and tokens <= self.meta.shape[0] else None
@@ -231,7 +232,7 @@ class CudaPath:
 
     def _decode(self, call: Call, out: torch.Tensor | None) -> bool:
         """The call by a decode path, if one takes it."""
-        decode = self.decode_kernels(call)
+        decode = self.decode_kernels(call.x.shape[0])
         if decode:
             self.decode(decode, call, out)
         return decode is not None

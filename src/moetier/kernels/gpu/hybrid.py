@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from moetier.kernels.gpu.base import Call, Sizes
 from moetier.kernels.gpu.cuda_path import CudaPath, HybridArguments
@@ -21,7 +18,7 @@ _ANSWERED, _LATE = 16, 4  # words of box.cuh
 _COUNTS = ("layers", "layers_missed", "hits", "misses", "streamed", "pairs_cpu", "waited_ns", "")
 
 
-def _pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros that the device reads and writes over the link: with unified addresses, by the host's own pointer."""
     return torch.zeros(shape, dtype=dtype).pin_memory()
 
@@ -41,12 +38,12 @@ class Mail:
     def of(cls, sizes: Sizes, tokens: int) -> Mail:
         g = sizes.geometry
         return cls(
-            _pinned(BOX_BYTES // 4, dtype=torch.int32),
-            _pinned(tokens, g.top_k, dtype=torch.int32),
-            _pinned(tokens, g.top_k, dtype=torch.float32),
-            _pinned(tokens, g.hidden, dtype=torch.bfloat16),
-            _pinned(MAX_STAGED, dtype=torch.int32),
-            _pinned(tokens, g.top_k, g.hidden, dtype=torch.float32),
+            pinned(BOX_BYTES // 4, dtype=torch.int32),
+            pinned(tokens, g.top_k, dtype=torch.int32),
+            pinned(tokens, g.top_k, dtype=torch.float32),
+            pinned(tokens, g.hidden, dtype=torch.bfloat16),
+            pinned(MAX_STAGED, dtype=torch.int32),
+            pinned(tokens, g.top_k, g.hidden, dtype=torch.float32),
         )
 
     @property
@@ -116,11 +113,15 @@ class HybridPath:
         # struct Step: 8 counts, 8 words, MAX_STAGED addresses and slots, then the table of this call.
         table_at = 8 * 8 + 8 * 4 + MAX_STAGED * 12
         self._step = torch.zeros(table_at + 4 * g.experts, dtype=torch.uint8, device=self.device)
-        self._counts = self._step[: 8 * 8].view(torch.int64)
+        self.count_words = self._step[: 8 * 8].view(torch.int64)
         self._table = self._step[table_at:].view(torch.int32)
         self._ids = torch.zeros((tokens, g.top_k), dtype=torch.int32, device=self.device)
         self._rows = torch.zeros((tokens, g.top_k, g.hidden), dtype=torch.float32, device=self.device)
         self._hybrid = HybridArguments(self.live, self._step, self.mail.box, int(patience_seconds * 1e9))
+
+    def decodes(self, tokens: int) -> bool:
+        """Whether a call of so many tokens is few enough for the decode kernels."""
+        return self.path.decode_kernels(tokens) is not None
 
     def set_costs(self, costs: Costs) -> None:
         """Plan the coming calls by other rates, in graphs that are captured already too."""
@@ -135,7 +136,7 @@ class HybridPath:
         must be answered by somebody (native Mailbox), else the device stops after its patience.
         """
         call = Call(x, ids, weights, layer.slot_table, self.slots, self.mail.rows)
-        decode = self.path.decode_kernels(call)
+        decode = self.path.decode_kernels(x.shape[0])
         if decode:
             self._begin(layer, call, quantize=True)
             self.path.decode(decode, call, out, quantize=False, hybrid=self._hybrid)
@@ -160,14 +161,5 @@ class HybridPath:
         )
 
     def counts(self) -> dict[str, int]:
-        """What the steps did since the start. Waits for the device."""
-        return {name: int(n) for name, n in zip(_COUNTS, self._counts.cpu(), strict=True) if name}
-
-
-def tables_of(
-    layers: Sequence[int], experts: int, device: torch.device
-) -> tuple[list[torch.Tensor], list[NDArray[np.uint64]], list[torch.Tensor]]:
-    """Per layer: records (pinned uint64 [experts]), the same memory as an array, and heat on the device."""
-    records = [_pinned(experts, dtype=torch.int64) for _ in layers]
-    heat = torch.zeros((len(layers), experts), dtype=torch.int32, device=device)
-    return records, [r.numpy().view(np.uint64) for r in records], list(heat)
+        """What the steps did since the start, by the names of `Count` in hybrid.cuh. Waits for the device."""
+        return {name: int(n) for name, n in zip(_COUNTS, self.count_words.cpu(), strict=True) if name}

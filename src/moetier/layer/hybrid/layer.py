@@ -1,0 +1,189 @@
+"""One hybrid layer: its records on the device, in DRAM and on disk, and a call over all three."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moetier.kernels.cpu import CpuExperts
+from moetier.kernels.cpu.mailbox import Request
+from moetier.kernels.gpu.hybrid import HybridPath, LayerTables
+from moetier.layer.fetch import Fetcher, Read
+from moetier.layer.hybrid.stream import Streamer
+from moetier.residency.device import ABSENT, DeviceSlots
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the layers of a model share. lock: held by whoever changes what is in DRAM."""
+
+    path: HybridPath
+    streamer: Streamer | None
+    kernel: CpuExperts
+    stride: int
+    lock: Lock
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A record read from disk and copied to the device, until the copy ends."""
+
+    read: Read
+    done: torch.cuda.Event
+
+
+class HybridLayer:
+    """A layer of a store over device slots, the DRAM tier and the disk.
+
+    Few tokens, or a graph that is being captured: the device plans the call (kernels/gpu/hybrid.py). Many tokens: the
+    host has all missed records streamed (stream.py). Which it is changes no bit.
+    """
+
+    def __init__(self, tables: LayerTables, slots: DeviceSlots, fetcher: Fetcher, shared: Shared) -> None:
+        self.tables, self.slots, self.tier, self._fetcher, self._shared = tables, slots, fetcher.tier, fetcher, shared
+        self.busy: set[int] = set()
+        """Experts whose records in DRAM are being copied into spare slots."""
+        self._copied: list[Copied] = []
+
+    @property
+    def index(self) -> int:
+        """Of the layer in the store."""
+        return self.tables.index
+
+    @property
+    def lock(self) -> Lock:
+        """Held by whoever changes what is in DRAM."""
+        return self._shared.lock
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The layer: x bf16 [T, hidden], ids int32 and weights float32 [T, top_k], contiguous -> bf16 [T, hidden]."""
+        out = torch.empty_like(x) if out is None else out
+        tokens, path, streamer = x.shape[0], self._shared.path, self._shared.streamer
+        if tokens == 0:
+            return out
+        planned = streamer is None or path.decodes(tokens) or torch.cuda.is_current_stream_capturing()
+        if planned and tokens <= path.tokens:
+            return path.forward(self.tables, x, ids, weights, out)
+        assert streamer is not None, f"{tokens} tokens, and the mailbox takes {path.tokens}"
+        return self._stream(streamer, x, ids, weights, out)
+
+    def _stream(
+        self, streamer: Streamer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        found = np.unique(ids.cpu().numpy())  # waits for the device: whatever it asked of the CPU is answered
+        routed = found[(found >= 0) & (found < self.slots.mirror.size)]
+        missed = routed[self.slots.mirror[routed] == ABSENT]
+        with self._shared.lock:
+            source = _Records(self, routed)
+            try:
+                streamer.forward(x, ids, weights, self.slots.table, missed.tolist(), source, out)
+            finally:
+                source.close()
+        return out
+
+    def record_in_dram(self, expert: int) -> torch.Tensor | None:
+        """The record's bytes, uint8 [stride], or None where DRAM does not hold it. They stay while `lock` is held."""
+        address = int(self.tier.addresses[expert])
+        return record_at(address, self._shared.stride) if address else None
+
+    def help(self, request: Request) -> None:
+        """Write the rows of a request of which some records must be read; RecordReadError where one cannot be had."""
+        with self._shared.lock:
+            routed = np.unique(request.ids)
+            routed = routed[(routed >= 0) & (routed < self.tier.addresses.size)]
+            pinned = self.pins([*routed.tolist(), *request.streamed.tolist()])
+            here = self.tier.addresses.copy()
+            here[np.setdiff1d(np.arange(here.size), routed)] = 0
+            missing = [int(e) for e in routed if here[e] == 0]
+            reads: list[Read] = []
+            try:
+                while True:
+                    while missing and (read := self._fetcher.start(missing[0], pinned)):
+                        reads.append(read)
+                        missing.pop(0)
+                    if here.any():
+                        self._shared.kernel.rows(request.x, request.ids, request.weights, here, request.rows)
+                    for read in [r for r in reads if here[r.expert]]:
+                        reads.remove(read)
+                        self._fetcher.settle(read)
+                    if not reads and not missing:
+                        return
+                    here[:] = 0
+                    wait([read.future for read in reads], return_when=FIRST_COMPLETED)
+                    for read in [r for r in reads if r.future.done()]:
+                        read.future.result()
+                        here[read.expert] = read.address
+            except BaseException:
+                self._fetcher.abandon(reads)
+                raise
+
+    def pins(self, experts: Sequence[int]) -> NDArray[np.bool_]:
+        """Bool [experts]: these, and those whose records are being copied."""
+        pinned = np.zeros(self.tier.addresses.size, np.bool_)
+        pinned[[*experts, *self.busy]] = True
+        return pinned
+
+    def check_integrity(self) -> None:
+        """Device slots and DRAM tier agree with themselves. Waits for the device."""
+        self.slots.check_integrity()
+        self.tier.check_integrity()
+
+
+class _Records:
+    """The records that a streamed call misses: those in DRAM first, then the others as the disk gives them."""
+
+    def __init__(self, layer: HybridLayer, routed: NDArray[np.int32]) -> None:
+        self._layer, self._pinned = layer, layer.pins(routed.tolist())
+        self._reads: list[Read] = []
+        self._copied: list[Copied] = []
+
+    def records(self, experts: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, object]]:
+        absent = []
+        for expert in experts:
+            record = self._layer.record_in_dram(expert)
+            if record is None:
+                absent.append(expert)
+            else:
+                yield expert, record, None
+        stride, fetcher = self._layer._shared.stride, self._layer._fetcher
+        while absent or self._reads:
+            while absent and (read := fetcher.start(absent[0], self._pinned)):
+                self._reads.append(read)
+                absent.pop(0)
+            if not self._reads:
+                self._settle_oldest()
+                continue
+            wait([read.future for read in self._reads], return_when=FIRST_COMPLETED)
+            read = next(r for r in self._reads if r.future.done())
+            read.future.result()
+            self._reads.remove(read)
+            yield read.expert, record_at(read.address, stride), read
+
+    def copied(self, token: object, done: torch.cuda.Event) -> None:
+        if isinstance(token, Read):
+            self._copied.append(Copied(token, done))
+
+    def _settle_oldest(self) -> None:
+        oldest = self._copied.pop(0)
+        oldest.done.synchronize()
+        self._layer._fetcher.settle(oldest.read)
+
+    def close(self) -> None:
+        """Every copy has ended and every slot is given back."""
+        while self._copied:
+            self._settle_oldest()
+        self._layer._fetcher.abandon(self._reads)
+
+
+def record_at(address: int, stride: int) -> torch.Tensor:
+    """The bytes at a host address as a tensor, uint8 [stride]."""
+    return torch.frombuffer((ctypes.c_uint8 * stride).from_address(address), dtype=torch.uint8)
