@@ -1,22 +1,195 @@
-"""`moetier bench kernel`: this machine's CPU kernels beside its own limits."""
+"""`moetier bench`: recipes measured, results checked, compared and rendered; and this machine's CPU kernels."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from moetier.bench import BenchError
 from moetier.bench.kernel import SHAPES, TOKENS, Row, bench_kernel
 
-app = typer.Typer(help="Measure parts of moetier on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure this machine and served models; check, compare and render results.", no_args_is_help=True
+)
+
+Root = Annotated[Path, typer.Option("--root", help="The checkout with recipes/, machines/ and results/.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the results (default: results/ of the checkout).")]
+HERE = Path()
+UNPROVEN = 3
+"""Exit code of a comparison that proves neither; 1 is a regression."""
 
 
-@app.callback()
-def _verbs() -> None:
-    """Keep `kernel` a verb of its own while it is the only one."""
+def wanted() -> None:
+    """MoetierError where the packages of the extra are missing."""
+    try:
+        import aiohttp  # noqa: F401
+        import psutil  # noqa: F401
+        import scipy  # noqa: F401
+        import yaml  # noqa: F401
+    except ImportError as error:
+        raise BenchError(f"this needs the package {error.name}; pip install 'moetier[bench]'") from None
+
+
+def say(text: str) -> None:
+    """A line of progress, on stderr."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("list")
+def list_documents(root: Root = HERE, as_json: Json = False) -> None:
+    """What there is: recipes, machines, suites."""
+    wanted()
+    from moetier.bench.documents import Library
+
+    library = Library(root)
+    found: dict[str, list[tuple[str, str, str]]] = {
+        "recipes": [(r.id, r.status, r.summary) for r in map(library.recipe, library.names("recipes"))],
+        "machines": [(m.id, "", m.summary) for m in map(library.machine, library.names("machines"))],
+        "suites": [(s.id, "", s.summary) for s in map(library.suite, library.names("suites"))],
+    }
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    what: [dict(zip(("id", "status", "summary"), row, strict=True)) for row in rows]
+                    for what, rows in found.items()
+                }
+            )
+        )
+        return
+    for what, rows in found.items():
+        table = Table("id", "status", "summary", title=what, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+
+
+@app.command()
+def lint(root: Root = HERE, as_json: Json = False) -> None:
+    """Every document against its schema, every recipe with every suite; exit 1 if one is wrong."""
+    wanted()
+    from moetier.bench.documents import Library
+
+    library = Library(root)
+    found = list(library.lint())
+    count = sum(len(library.names(what)) for what in ("recipes", "machines", "suites"))
+    _findings(found, f"{count} documents, none is wrong", as_json)
+
+
+@app.command()
+def show(
+    kind: Annotated[Literal["recipe", "machine", "suite"], typer.Argument()],
+    name: Annotated[str, typer.Argument(help="Its id.")],
+    root: Root = HERE,
+    as_json: Json = False,
+) -> None:
+    """One document with its defaults, and its hash."""
+    wanted()
+    import yaml
+
+    from moetier.bench.documents import Library, digest
+
+    library = Library(root)
+    document: Any = {"recipe": library.recipe, "machine": library.machine, "suite": library.suite}[kind](name)
+    values = {"sha256": digest(document), **document.model_dump(mode="json")}
+    typer.echo(json.dumps(values) if as_json else yaml.safe_dump(values, sort_keys=False, width=120), nl=as_json)
+
+
+@app.command()
+def machine(
+    name: Annotated[str, typer.Argument(help="A name for this machine, such as my-server.")],
+    summary: Annotated[str, typer.Option(help="What it is, in a line.")],
+    root: Root = HERE,
+) -> None:
+    """Write machines/NAME.yaml: what the doctor finds of this machine's hardware."""
+    wanted()
+    import yaml
+
+    from moetier.bench.documents import MachineFile
+    from moetier.bench.provenance import machine_here
+
+    document = MachineFile.model_validate(machine_here(name, summary))
+    path = root / "machines" / f"{name}.yaml"
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        raise BenchError(f"{path} is there already; name the machine otherwise, or remove the file")
+    values = document.model_dump(mode="json", exclude_none=True)
+    path.write_text(yaml.safe_dump(values, sort_keys=False, width=120, default_flow_style=None))
+    typer.echo(f"{path}: hardware {document.identity}")
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="Id of a recipe, such as nano/tiered-25.")],
+    suite: Annotated[str, typer.Option(help="Id of a suite.")] = "quick",
+    machine: Annotated[
+        str | None, typer.Option(help="Id of the machine (default: the one with this hardware).")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="The checkpoint, if not where the recipe says.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Expert store (default: stores/MODEL of the checkout).")] = None,
+    allow_dirty: Annotated[
+        bool, typer.Option(help="Run on a changed tree; the result may not go to results/.")
+    ] = False,
+    out: Out = None,
+    root: Root = HERE,
+) -> None:
+    """Serve a recipe, probe it, write one result; exit 1 if not every probe could be run."""
+    wanted()
+    from moetier.bench.documents import Library
+    from moetier.bench.run import run_recipe
+
+    library = Library(root)
+    path, result = run_recipe(
+        library,
+        library.recipe(recipe),
+        library.suite(suite),
+        out or library.root / "results",
+        say,
+        machine=machine,
+        model=model,
+        store=store,
+        allow_dirty=allow_dirty,
+    )
+    typer.echo(str(path))
+    if result.status != "ok":
+        say(f"{result.status}: {result.failure}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def check(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files (default: all of results/, with the history).")
+    ] = None,
+    root: Root = HERE,
+    as_json: Json = False,
+) -> None:
+    """Recompute every aggregate, compare every hash; exit 1 if a result is not what was measured."""
+    wanted()
+    from moetier.bench.check import check_file, check_folder
+
+    if paths:
+        found = [line for path in paths for line in check_file(path)[1]]
+        count = len(paths)
+    else:
+        results, found = check_folder(root / "results", root)
+        count = len(results)
+    _findings(found, f"{count} results, all as they were measured", as_json)
+
+
+def _findings(found: list[str], fine: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"findings": found}))
+    else:
+        typer.echo("\n".join(found) if found else fine)
+    if found:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -35,10 +208,10 @@ def kernel(
     """Time one routed-expert layer for M tokens beside the limits of memory and arithmetic, both measured too."""
     progress = Console(stderr=True)
 
-    def show(row: Row) -> None:
+    def shown(row: Row) -> None:
         progress.print(f"M={row.M} {row.isa} {row.threads} threads: {row.us:.0f} us", highlight=False)
 
-    result = bench_kernel(shape, threads, isa, tokens or TOKENS, experts, show)
+    result = bench_kernel(shape, threads, isa, tokens or TOKENS, experts, shown)
     if as_json:
         typer.echo(json.dumps(result))
         return

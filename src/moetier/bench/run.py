@@ -1,0 +1,224 @@
+"""One run: refuse what cannot be valid, serve the recipe, probe it, write the result."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from moetier.bench import BenchError, corpus
+from moetier.bench.corpus import Prompts
+from moetier.bench.documents import Library, MachineFile, Recipe, Suite
+from moetier.bench.endpoint import connect
+from moetier.bench.meter import Meter
+from moetier.bench.probes import AnyProbe
+from moetier.bench.probes.base import Target
+from moetier.bench.provenance import Code, ModelFiles, code_of, load_average, machine_here, model_files, software
+from moetier.bench.result import Load, Result, Section, Served, cells_of, hashes_of, refuse_existing, write_result
+from moetier.bench.server import Place, command, free_port, serving
+from moetier.eval import EvalError
+
+IDLE_SECONDS = 3.0
+Say = Callable[[str], None]
+
+
+@dataclass
+class _Found:
+    """What a run has gathered so far."""
+
+    starts: list[float] = field(default_factory=list)
+    served: Served | None = None
+    sections: list[Section] = field(default_factory=list)
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be run, all of it checked. sets: folders of evaluation sets."""
+
+    root: Path
+    recipe: Recipe
+    suite: Suite
+    machine: MachineFile
+    code: Code
+    model: ModelFiles
+    place: Place
+    sets: tuple[Path, ...]
+    origin: str = "run"
+
+    def measure(self, say: Say, extra: dict[str, Any] | None = None) -> Result:
+        """Serve and probe; what fails on the way is in the result."""
+        began, load, found = _now(), load_average(), _Found()
+        probes = self.suite.probes_for(self.recipe)
+        try:
+            self._serve(probes, found, say)
+        except (BenchError, EvalError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            found.failure = f"{type(error).__name__}: {error}"
+        names = self.place.names(self.root)
+        line = tuple(replaced(word, names) for word in command(self.recipe, self.place))
+        served = found.served or Served(command=line, env=self.recipe.serve.env, start_seconds=tuple(found.starts))
+        foreign = [t.foreign_cpus for s in found.sections for t in s.raw.trials if t.foreign_cpus is not None]
+        status = "ok" if found.failure is None else "partial" if found.sections else "failed"
+        return Result.model_validate(
+            {
+                "origin": self.origin,
+                "status": status,
+                "failure": None if found.failure is None else replaced(found.failure, names),
+                "started": began,
+                "finished": _now(),
+                "recipe": self.recipe,
+                "suite": self.suite,
+                "machine": self.machine,
+                "hashes": hashes_of(self.recipe, self.suite, self.machine),
+                "code": self.code,
+                "software": software(),
+                "model": self.model,
+                "served": served.model_copy(update={"command": line}),
+                "load": Load(before=load, after=load_average(), busiest=max(foreign, default=None)),
+                "corpus_sha256": corpus.sha256(),
+                "counters_before": found.before,
+                "counters_after": found.after,
+                "boot": served.cells(),
+                "sections": found.sections,
+                "extra": extra or {},
+            }
+        ).sealed()
+
+    def _serve(self, probes: tuple[AnyProbe, ...], found: _Found, say: Say) -> None:
+        """Start as often as the suite asks; probe the last one."""
+        for number in range(1, self.suite.starts + 1):
+            say(f"{self.recipe.id}: starting the server ({number} of {self.suite.starts})")
+            with serving(self.recipe, self.place) as server:
+                found.starts.append(round(server.seconds, 3))
+                say(f"{self.recipe.id}: ready after {server.seconds:.1f} s")
+                if number == self.suite.starts:
+                    meter = Meter(server.process)
+                    found.served = self._idle(meter, found)
+                    asyncio.run(self._probe(server.url, meter, probes, found, say))
+
+    def _idle(self, meter: Meter, found: _Found) -> Served:
+        time.sleep(1.0)
+        mark = meter.mark()
+        time.sleep(IDLE_SECONDS)
+        after = meter.mark()
+        joules = None if after.joules is None or mark.joules is None else after.joules - mark.joules
+        return Served(
+            command=(),
+            env=self.recipe.serve.env,
+            start_seconds=tuple(found.starts),
+            footprint=meter.footprint(),
+            idle_cpus=round((after.own - mark.own) / (after.at - mark.at), 4),
+            idle_watts=None if joules is None else round(joules / (after.at - mark.at), 2),
+        )
+
+    async def _probe(self, url: str, meter: Meter, probes: tuple[AnyProbe, ...], found: _Found, say: Say) -> None:
+        async with connect(url, None, self.place.model.name) as endpoint:
+            target = Target(endpoint, Prompts(endpoint), meter, url, sets=self.sets)
+            found.before = await endpoint.counters()
+            for probe in probes:
+                say(f"{self.recipe.id}: {probe.probe}")
+                began = time.monotonic()
+                raw = await probe.measure(target)
+                cells = cells_of(probe, raw, self.suite.most_foreign_cpus)
+                seconds = round(time.monotonic() - began, 1)
+                found.sections.append(Section(probe=probe, raw=raw, cells=cells, seconds=seconds))
+                shown = [f"{cell.name} {cell.value:g}" for cell in cells if cell.value is not None]
+                say(f"  {', '.join(shown) or 'no valid cell'} ({seconds:.0f} s)")
+            found.after = await endpoint.counters()
+
+
+def run_recipe(
+    library: Library,
+    recipe: Recipe,
+    suite: Suite,
+    out: Path,
+    say: Say,
+    *,
+    machine: str | None = None,
+    model: Path | None = None,
+    store: Path | None = None,
+    allow_dirty: bool = False,
+) -> tuple[Path, Result]:
+    """Run a recipe and write its result below `out`; BenchError for what cannot become a valid result."""
+    if recipe.status == "plan":
+        raise BenchError(f"{recipe.id} is a plan: pin its revision, name its identity and set its status to run first")
+    named = library.machine(machine) if machine else machine_of(library)
+    check_machine(recipe, named)
+    code = code_of(library.root)
+    if (code.commit is None or code.changed) and not allow_dirty:
+        differs = ", ".join(code.changed[:5]) or "moetier is not installed from this checkout"
+        raise BenchError(f"a result is bound to a commit, and this tree is not clean: {differs}; or use --allow-dirty")
+    if code.changed and out.resolve() == (library.root / "results").resolve():
+        raise BenchError("a result of a changed tree does not go to results/; name another folder with --out")
+    folder = model or library.model_folder(recipe.model)
+    with tempfile.TemporaryDirectory(prefix="moetier-bench-") as scratch:
+        place = Place(
+            folder.resolve(),
+            (store or library.root / "stores" / recipe.model.name).resolve(),
+            Path(scratch).resolve(),
+            free_port(),
+        )
+        files = model_files(folder)
+        if recipe.model.identity not in (None, files.identity):
+            raise BenchError(f"{recipe.id}: expected the checkpoint {recipe.model.identity}, found {files.identity}")
+        run = Run(library.root, recipe, suite, named, code, files, place, set_folders(library.root))
+        probe_name = f"{named.id}/{recipe.id.replace('/', '__')}__{suite.id}__{(code.commit or '')[:12]}.json"
+        refuse_existing(out, probe_name)
+        result = run.measure(say)
+    return write_result(out, result), result
+
+
+def machine_of(library: Library) -> MachineFile:
+    """The machine file of this machine's hardware; BenchError if there is none."""
+    here = MachineFile.model_validate(machine_here("here", "this machine"))
+    for name in library.names("machines"):
+        named = library.machine(name)
+        if named.identity == here.identity:
+            return named
+    raise BenchError("no file of machines/ describes this hardware: write one with `moetier bench machine NAME`")
+
+
+def check_machine(recipe: Recipe, named: MachineFile) -> None:
+    """BenchError if the machine is not the one named, or too small for the recipe."""
+    here = MachineFile.model_validate(machine_here("here", "this machine"))
+    if here.identity != named.identity:
+        raise BenchError(f"this machine is not {named.id}: its hardware is {here.identity}, not {named.identity}")
+    needs, gpus = recipe.requires, sorted((gpu.memory_bytes for gpu in named.gpus), reverse=True)
+    lacks = []
+    if len(named.cpu.allowed) < needs.cpus:
+        lacks.append(f"{needs.cpus} CPUs (found {len(named.cpu.allowed)})")
+    if named.memory.limit_bytes < needs.host_gib * 2**30:
+        lacks.append(f"{needs.host_gib:g} GiB of memory (found {named.memory.limit_bytes / 2**30:.1f})")
+    if len(gpus) < needs.gpus or any(size < needs.gpu_gib * 2**30 for size in gpus[: needs.gpus]):
+        found = ", ".join(f"{size / 2**30:.0f} GiB" for size in gpus) or "none"
+        lacks.append(f"{needs.gpus} GPUs of {needs.gpu_gib:g} GiB (found {found})")
+    if lacks:
+        raise BenchError(f"{recipe.id} needs {'; '.join(lacks)}")
+
+
+def set_folders(root: Path) -> tuple[Path, ...]:
+    """Where evaluation sets may be."""
+    import os
+
+    shared = os.environ.get("MOETIER_SHARED_MODELS") or str(root.parent / "shared" / "models")
+    return (root / "models" / "eval", Path(shared) / "eval")
+
+
+def replaced(text: str, names: Mapping[str, str]) -> str:
+    """A text without the folders of this machine."""
+    for path, name in names.items():
+        text = text.replace(path, name)
+    return text
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

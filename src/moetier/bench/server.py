@@ -1,0 +1,186 @@
+"""A recipe's server as our process: on a port that nothing used, serving what was meant, leaving nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from moetier.bench import BenchError
+from moetier.bench.documents import Recipe, Serve
+
+PATIENCE = 120
+"""Seconds for an end that was asked for."""
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a recipe is served here. scratch: for logs and state; store: of the experts (engine moetier)."""
+
+    model: Path
+    store: Path
+    scratch: Path
+    port: int
+
+    def names(self, root: Path) -> dict[str, str]:
+        """What stands for the folders of this machine in a result, longest first."""
+        found = {
+            str(self.scratch): "{scratch}",
+            str(self.store): "{store}",
+            str(self.model): "{model}",
+            str(Path(sys.executable).parent): "{bin}",
+            str(root): "{root}",
+            str(Path.home()): "{home}",
+        }
+        return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that answers. seconds: from the start of its process."""
+
+    url: str
+    process: psutil.Process
+    seconds: float
+
+
+def command(recipe: Recipe, place: Place) -> list[str]:
+    """The command line of a recipe's server."""
+    serve = recipe.serve
+    if serve.engine == "moetier":
+        return [
+            *(str(Path(sys.executable).with_name("moetier")), "serve", str(place.model)),
+            *("--store", str(place.store), "--build-store", "--port", str(place.port)),
+            *("--log-file", str(place.scratch / "vllm.log")),
+            *(("--kv-cache-gib", str(serve.kv_cache_gib)) if serve.kv_cache_gib else ()),
+            *_settings(serve, place),
+            "--",
+            *serve.vllm,
+        ]
+    cache = ("--kv-cache-memory-bytes", str(int(serve.kv_cache_gib * 2**30))) if serve.kv_cache_gib else ()
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(place.model)),
+        *("--served-model-name", place.model.name, "--host", "127.0.0.1", "--port", str(place.port)),
+        *cache,
+        *serve.vllm,
+    ]
+
+
+def _settings(serve: Serve, place: Place) -> Iterator[str]:
+    """Settings as options. Heat starts empty and stays out of the store: a run does not depend on those before it."""
+    for name, value in {"heat_file": str(place.scratch / "heat.json"), **serve.settings}.items():
+        yield from ("--set", f"{name}={json.dumps(value)}")
+
+
+def environment(recipe: Recipe) -> dict[str, str]:
+    """Ours, with the recipe's variables; no usage statistics."""
+    kept = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    return {**kept, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **recipe.serve.env}
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(recipe: Recipe, place: Place) -> Iterator[Served]:
+    """Start, wait until it answers as the model that was meant, and end it; BenchError with the log's end if it does
+    not come up.
+    """
+    place.scratch.mkdir(parents=True, exist_ok=True)
+    output = place.scratch / "server.out"
+    began = time.monotonic()
+    with output.open("wb") as out:
+        process = subprocess.Popen(
+            command(recipe, place),
+            env=environment(recipe),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+    try:
+        while not _answers(place):
+            waited = time.monotonic() - began
+            if process.poll() is not None or waited > recipe.serve.start_seconds:
+                state = "ended" if process.poll() is not None else "does not answer"
+                raise BenchError(f"{recipe.id}: the server {state} after {waited:.0f} s: {log_end(place)}")
+            time.sleep(0.1)
+        yield Served(f"http://127.0.0.1:{place.port}", psutil.Process(process.pid), time.monotonic() - began)
+    finally:
+        _end(process)
+
+
+def _end_with_parent() -> None:
+    """Run in the child: if we are killed, the server is told to end."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _answers(place: Place) -> bool:
+    """Whether our model answers there."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{place.port}/health", timeout=5) as answer:
+            if answer.status != 200:
+                return False
+        with urllib.request.urlopen(f"http://127.0.0.1:{place.port}/v1/models", timeout=5) as answer:
+            names = [model["id"] for model in json.load(answer)["data"]]
+    except (urllib.error.URLError, OSError, ValueError, KeyError):
+        return False
+    if names != [place.model.name]:
+        raise BenchError(f"port {place.port}: expected our server of {place.model.name}, found {', '.join(names)}")
+    return True
+
+
+def log_end(place: Place, lines: int = 5) -> str:
+    """The last lines of what the server said."""
+    for name in ("server.out", "vllm.log"):
+        path = place.scratch / name
+        if path.is_file():
+            text = path.read_text(errors="replace")
+            for marker in ("moetier: error:", "Error:"):
+                found = [line.strip() for line in text.splitlines() if marker in line]
+                if found:
+                    return found[-1][-500:]
+    path = place.scratch / "server.out"
+    return " | ".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.is_file() else "(no output)"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, and kill what is left of its session."""
+    family = _family(process.pid)
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(PATIENCE)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=30)
+
+
+def _family(pid: int) -> Sequence[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
