@@ -249,11 +249,11 @@ def test_a_read_that_cannot_be_started_loses_no_slot(bench: Bench, made: Made) -
     x, ids, weights = inputs(bench, 2, 0)
     open_reader, closed = bench.reader, DiskReader(bench.store, threads=1)
     closed.close()
-    bench.layer._reader = closed
+    bench.layer.fetcher._reader = closed
     with pytest.raises(RuntimeError, match="shutdown"):
         forward(bench, x, ids, weights)
     bench.check_integrity()
-    bench.layer._reader = open_reader
+    bench.layer.fetcher._reader = open_reader
     assert np.array_equal(forward(bench, x, ids, weights), expected(made, x, ids, weights, bench.store))
 
 
