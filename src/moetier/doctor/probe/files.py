@@ -34,10 +34,11 @@ def cpu_list(found: str | None) -> tuple[int, ...]:
     """Numbers of a list such as "0-3,8"; empty where it is absent or malformed."""
     cpus: set[int] = set()
     for part in (found or "").split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()):
             return ()
-        cpus.update(range(int(first), int(last or first) + 1))
+        cpus.update(range(int(first), int(last) + 1))
     return tuple(sorted(cpus))
 
 
