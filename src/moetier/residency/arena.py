@@ -36,6 +36,11 @@ class Arena:
         self._bytes[:: mmap.PAGESIZE] = 0
         self._base = self._bytes.ctypes.data
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Address and bytes of the mapping that holds all slots."""
+        return self._base, len(self._map)
+
     def address(self, slot: int) -> int:
         """Where the kernels find the record of a slot."""
         return self._base + slot * self.stride + self.shift

@@ -88,7 +88,7 @@ class DeviceSlots:
         return np.array([e for e in self.live if int(e) not in self.resident], np.int32)
 
     def fill(self, expert: int, record: torch.Tensor) -> int:
-        """Start copying `record` (uint8 [stride], pinned for a copy beside compute) into a free slot; its number.
+        """Start copying `record` (uint8, up to stride bytes; pinned, to copy beside compute) into a free slot; its number.
 
         The bytes of `record` must stay as they are until `publish` names the expert.
         """
@@ -98,13 +98,13 @@ class DeviceSlots:
         slot = self._free.pop()
         used = self._last_use.pop(slot, None)
         if self._stream is None:
-            self.slots[slot].copy_(record)
+            self.slots[slot, : record.numel()].copy_(record)
             self._filling[slot] = Filling(expert, None)
         else:
             with torch.cuda.stream(self._stream):
                 if used is not None:
                     self._stream.wait_event(used)
-                self.slots[slot].copy_(record, non_blocking=True)
+                self.slots[slot, : record.numel()].copy_(record, non_blocking=True)
                 done = _event(self._stream)
             self._filling[slot] = Filling(expert, done)
         return slot

@@ -18,8 +18,17 @@ class DramTier:
     expert is mapped only after its bytes are whole (`publish`), and unmapped before its slot is given away (`take`).
     """
 
-    def __init__(self, experts: int, slots: int, stride: int, policy: Policy, shift: int = 0) -> None:
-        self.addresses: NDArray[np.uint64] = np.zeros(experts, np.uint64)
+    def __init__(
+        self,
+        experts: int,
+        slots: int,
+        stride: int,
+        policy: Policy,
+        shift: int = 0,
+        addresses: NDArray[np.uint64] | None = None,
+    ) -> None:
+        """addresses: zeros, uint64 [experts], where the table is to lie in memory that others read too."""
+        self.addresses: NDArray[np.uint64] = np.zeros(experts, np.uint64) if addresses is None else addresses
         """Address of each expert's record, 0 where it is not in DRAM."""
         self.policy = policy
         self.arena = Arena(slots, stride, shift)

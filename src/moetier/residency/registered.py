@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from moetier.errors import SettingsError
 
@@ -29,8 +27,3 @@ class Registered:
         """Unregister everything. The device must have finished with it."""
         while self._addresses:
             torch.cuda.cudart().cudaHostUnregister(self._addresses.pop())  # type: ignore[no-untyped-call]
-
-
-def as_tensor(record: NDArray[np.uint8]) -> torch.Tensor:
-    """The same bytes as a tensor; a copy to the device is asynchronous where the memory is registered."""
-    return torch.from_numpy(record)

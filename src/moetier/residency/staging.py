@@ -13,12 +13,12 @@ class Staging:
 
     def __init__(self, slots: int, stride: int, shift: int = 0) -> None:
         assert slots >= 1
-        self._arena = Arena(slots, stride, shift)
+        self.arena = Arena(slots, stride, shift)
         self._free = list(range(slots))
 
     @property
     def slots(self) -> int:
-        return self._arena.slots
+        return self.arena.slots
 
     def take(self) -> int | None:
         """A free slot, or None."""
@@ -31,11 +31,11 @@ class Staging:
 
     def address(self, slot: int) -> int:
         """Where the kernels find the record of a slot."""
-        return self._arena.address(slot)
+        return self.arena.address(slot)
 
     def view(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of a slot, uint8 [stride]."""
-        return self._arena.view(slot)
+        return self.arena.view(slot)
 
     def check_integrity(self) -> None:
         """Between steps every slot is free."""

@@ -88,8 +88,8 @@ class LayerTables:
 class HybridPath:
     """The kernels of hybrid steps of up to `tokens` tokens, shared by all layers of the same sizes on one stream.
 
-    slots: uint8 [slots, stride], every layer's; `staging` of them from `staging_first` on are for streaming. Streaming
-    needs records that the device can read: in memory that is pinned or registered.
+    slots: uint8 [slots, stride], every layer's; those numbered `staging` are for streaming, which reads `record_bytes`
+    bytes of each record by itself: they must lie in memory that is pinned or registered.
     """
 
     def __init__(
@@ -98,12 +98,14 @@ class HybridPath:
         tokens: int,
         slots: torch.Tensor,
         staging: range,
+        record_bytes: int,
         costs: Costs,
         patience_seconds: float,
     ) -> None:
         assert len(staging) <= MAX_STAGED, f"at most {MAX_STAGED} staging slots"
         self.device = slots.device
         self.sizes, self.tokens, self.slots, self.staging = sizes, tokens, slots, staging
+        self._record_bytes = record_bytes
         g = sizes.geometry
         self.path = CudaPath(sizes, tokens, self.device, box_tokens=tokens)
         self.mail = Mail.of(sizes, tokens)
@@ -157,7 +159,7 @@ class HybridPath:
         box = (mail.box, mail.ids, mail.weights, mail.x, mail.streamed)
         p.alone.kernels["begin_step"].launch(
             (1 + streams + -(-blocks // 8), 1),
-            (*activations, *where, *state, *box, self.slots, self.slots.stride(0)),
+            (*activations, *where, *state, *box, self.slots, self.slots.stride(0), self._record_bytes),
         )
 
     def counts(self) -> dict[str, int]:

@@ -27,7 +27,8 @@ class Shared:
     path: HybridPath
     streamer: Streamer | None
     kernel: CpuExperts
-    stride: int
+    bytes: int
+    """Of a record: this rank's part."""
     lock: Lock
 
 
@@ -93,7 +94,11 @@ class HybridLayer:
     def record_in_dram(self, expert: int) -> torch.Tensor | None:
         """The record's bytes, uint8 [stride], or None where DRAM does not hold it. They stay while `lock` is held."""
         address = int(self.tier.addresses[expert])
-        return record_at(address, self._shared.stride) if address else None
+        return self.record_at(address) if address else None
+
+    def record_at(self, address: int) -> torch.Tensor:
+        """The bytes of a record (this rank's part) at a host address, uint8."""
+        return torch.frombuffer((ctypes.c_uint8 * self._shared.bytes).from_address(address), dtype=torch.uint8)
 
     def help(self, request: Request) -> None:
         """Write the rows of a request of which some records must be read; RecordReadError where one cannot be had."""
@@ -154,7 +159,7 @@ class _Records:
                 absent.append(expert)
             else:
                 yield expert, record, None
-        stride, fetcher = self._layer._shared.stride, self._layer._fetcher
+        fetcher = self._layer._fetcher
         while absent or self._reads:
             while absent and (read := fetcher.start(absent[0], self._pinned)):
                 self._reads.append(read)
@@ -166,7 +171,7 @@ class _Records:
             read = next(r for r in self._reads if r.future.done())
             read.future.result()
             self._reads.remove(read)
-            yield read.expert, record_at(read.address, stride), read
+            yield read.expert, self._layer.record_at(read.address), read
 
     def copied(self, token: object, done: torch.cuda.Event) -> None:
         if isinstance(token, Read):
@@ -182,8 +187,3 @@ class _Records:
         while self._copied:
             self._settle_oldest()
         self._layer._fetcher.abandon(self._reads)
-
-
-def record_at(address: int, stride: int) -> torch.Tensor:
-    """The bytes at a host address as a tensor, uint8 [stride]."""
-    return torch.frombuffer((ctypes.c_uint8 * stride).from_address(address), dtype=torch.uint8)

@@ -85,7 +85,7 @@ class Streamer:
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(free)
             for slot, (expert, record, token) in zip(slots, (next(records) for _ in range(count)), strict=False):
-                self._slots[slot].copy_(record, non_blocking=True)
+                self._slots[slot, : record.numel()].copy_(record, non_blocking=True)
                 table[expert] = slot
                 source.copied(token, self._copies.record_event())
             on_device = torch.from_numpy(table).pin_memory().to(self._slots.device, non_blocking=True)

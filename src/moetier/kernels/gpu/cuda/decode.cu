@@ -21,14 +21,14 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS)
     begin_step(const u16 *x, s8 *q, Meta *meta, int blocks, const int *ids, const float *weights, int pairs, const int *slot_table,
                const u64 *records, int layer, int staging_first, int staging, int streams, const Costs *costs, u32 *heat,
                const int *live, int *step_ids, Step *step, Box *box, int *box_ids, float *box_weights, u16 *box_x,
-               int *box_streamed, u8 *slots, size_t stride) {
+               int *box_streamed, u8 *slots, size_t stride, size_t bytes) {
   let_next_start();
   const int block = blockIdx.x;
   if (block == 0)
     plan_step({x, ids, weights, pairs, slot_table, records, layer, staging_first, staging, costs, heat, live, step_ids}, *step,
               {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
   else if (block <= streams)
-    stream_records(*step, slots, stride, block - 1, streams);
+    stream_records(*step, slots, stride, bytes, block - 1, streams);
   else
     quantize_blocks(x, q, meta, blocks, (block - 1 - streams) * 8);
 }

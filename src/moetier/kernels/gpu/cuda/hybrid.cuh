@@ -178,7 +178,8 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
 }
 
 // One of `blocks` blocks: its share of the records that plan_step chose, read over the link by the device itself.
-__device__ __forceinline__ void stream_records(Step &step, u8 *slots, size_t stride, int block, int blocks) {
+__device__ __forceinline__ void stream_records(Step &step, u8 *slots, size_t stride, size_t bytes, int block,
+                                               int blocks) {
   __shared__ int records;
   if (threadIdx.x == 0) {
     u32 planned;
@@ -187,7 +188,7 @@ __device__ __forceinline__ void stream_records(Step &step, u8 *slots, size_t str
   }
   __syncthreads();
   constexpr int DEEP = 8;
-  const size_t words = stride / 16, threads = size_t(blocks) * STEP_THREADS;
+  const size_t words = bytes / 16, threads = size_t(blocks) * STEP_THREADS;
   for (int r = 0; r < records; r++) {
     const uint4 *from = (const uint4 *)__ldcg(&step.from[r]);
     uint4 *to = (uint4 *)(slots + size_t(__ldcg(&step.to[r])) * stride);

@@ -1,0 +1,217 @@
+"""All hybrid layers of a model over one device: its slots, the mailbox and its helper, refilling."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moetier.errors import MoetierError
+from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
+from moetier.kernels.gpu.base import Sizes
+from moetier.kernels.gpu.hybrid import Costs, HybridPath, LayerTables, pinned
+from moetier.layer.fetch import Fetcher
+from moetier.layer.hybrid.layer import HybridLayer, Shared
+from moetier.layer.hybrid.refill import Refiller
+from moetier.layer.hybrid.stream import Streamer
+from moetier.layer.model import TieredModel
+from moetier.residency import POLICIES, UNKNOWN, DramTier, Step
+from moetier.residency.device import DeviceSlots
+from moetier.residency.registered import Registered
+
+logger = logging.getLogger(__name__)
+
+HELP_MS = 200
+"""How long the helper waits for a request before it looks whether the model is closed."""
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Room on the device: slots for resident experts and spare slots of each layer, and staging slots for all.
+
+    tokens: the most tokens of a call that the device plans by itself (the others are streamed by the host).
+    """
+
+    layers: int
+    resident: int
+    spare: int
+    staging: int = 16
+    tokens: int = 64
+    fills: int = 4
+    """Records that are copied into spare slots after one step, at most."""
+
+    @property
+    def per_layer(self) -> int:
+        return self.resident + self.spare
+
+    @property
+    def slots(self) -> int:
+        return self.layers * self.per_layer + self.staging
+
+
+class HybridModel:
+    """Layers of a store on one device over the tiers of `tiers`, whose kernel takes `plan.tokens` tokens at least.
+
+    One stream computes; `forward` of the layers, `before_step` and `after_step` are called by one thread.
+    """
+
+    def __init__(
+        self,
+        tiers: TieredModel,
+        plan: SlotPlan,
+        costs: Costs,
+        max_tokens: int,
+        device: torch.device,
+        patience_seconds: float = 60.0,
+    ) -> None:
+        """max_tokens: the most tokens of a call. patience_seconds: after which the device stops waiting for the CPU."""
+        self.tiers, self.plan, self.device = tiers, plan, device
+        part = tiers.part
+        sizes = Sizes(part.narrow, tiers.store.manifest.layer_family)
+        self._bytes = min(part.end - part.begin, sizes.layout.stride)
+        self.slots = torch.zeros((plan.slots, sizes.layout.stride), dtype=torch.uint8, device=device)
+        staging = range(plan.layers * plan.per_layer, plan.slots)
+        self.path = HybridPath(sizes, plan.tokens, self.slots, staging, self._bytes, costs, patience_seconds)
+        streamer = Streamer(sizes, max_tokens, self.slots, staging) if len(staging) >= 2 else None
+        self._lock = threading.Lock()
+        self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock)
+        self._registered = Registered()
+        self._registered.add(*tiers.staging.arena.extent)
+        experts, layers = part.geometry.experts, len(tiers.store.manifest.layers)
+        self._heat = torch.zeros((plan.layers, experts), dtype=torch.int32, device=device)
+        self._records = pinned(layers, experts, dtype=torch.int64)
+        self.layers: list[HybridLayer] = []
+        self._refiller: Refiller | None = None
+        self._closed = threading.Event()
+        mail = self.path.mail
+        arrays = MailArrays(
+            mail.box.numpy(),
+            mail.ids.numpy(),
+            mail.weights.numpy(),
+            mail.x.view(torch.uint16).numpy(),
+            mail.streamed.numpy(),
+            mail.rows.numpy(),
+        )
+        self._mailbox = Mailbox(tiers.kernel, tiers.pool, arrays, [self._addresses(i) for i in range(layers)])
+        self._helper = threading.Thread(target=self._help, name="moetier-helper", daemon=True)
+        self._helper.start()
+        self.failure: MoetierError | None = None
+        """Why the mailbox could not answer: the device stops, and this is the reason."""
+
+    def _addresses(self, index: int) -> NDArray[np.uint64]:
+        """Where the records of a layer lie in DRAM: pinned, so that the device reads it too."""
+        return self._records[index].numpy().view(np.uint64)
+
+    def attach(self, number: int) -> HybridLayer:
+        """The layer with this number in the checkpoint: its hottest records on the device, the next ones in DRAM."""
+        tiers, index = self.tiers, self.tiers.store.layer_index(number)
+        for layer in self.layers:
+            if layer.index == index:
+                return layer
+        row, experts = len(self.layers), tiers.part.geometry.experts
+        assert row < self.plan.layers, f"the plan has {self.plan.layers} layers"
+        hottest = tiers.heat.hottest(index, experts)
+        resident, others = hottest[: self.plan.resident], hottest[self.plan.resident :]
+        first = row * self.plan.per_layer
+        slots = DeviceSlots(experts, resident.tolist(), self.slots[first : first + self.plan.per_layer], first)
+        policy = POLICIES[tiers.settings.policy](experts)
+        tier = DramTier(
+            experts,
+            min(tiers.records, others.size),
+            tiers.part.room,
+            policy,
+            tiers.part.shift,
+            addresses=self._addresses(index),
+        )
+        self._registered.add(*tier.arena.extent)
+        fetcher = Fetcher(index, tier, tiers.staging, tiers.reader)
+        tables = LayerTables(index, slots.table, self._records[index], self._heat[row])
+        layer = HybridLayer(tables, slots, fetcher, self._shared)
+        self._load_slots(layer, resident)
+        fetcher.load(others[: tier.slots])
+        policy.place(others[: tier.slots])
+        self.layers.append(layer)
+        return layer
+
+    def _load_slots(self, layer: HybridLayer, resident: NDArray[np.int32]) -> None:
+        """Residents go from disk over staging into their slots: they never take room in DRAM."""
+        tiers = self.tiers
+        for at in range(0, resident.size, tiers.staging.slots):
+            experts = resident[at : at + tiers.staging.slots].tolist()
+            taken = [tiers.staging.take() for _ in experts]
+            rooms = [slot for slot in taken if slot is not None]
+            assert len(rooms) == len(experts), "staging is in use while a layer is attached"
+            reads = [
+                tiers.reader.submit(layer.index, e, tiers.staging.view(s)) for e, s in zip(experts, rooms, strict=True)
+            ]
+            try:
+                for expert, room, read in zip(experts, rooms, reads, strict=True):
+                    read.result()
+                    layer.slots.fill(expert, layer.record_at(tiers.staging.address(room)))
+                layer.slots.publish(wait=True)
+                torch.cuda.synchronize(self.device)
+            finally:
+                for room in rooms:
+                    tiers.staging.give_back(room)
+
+    def before_step(self, tokens: int, step: Step = UNKNOWN) -> None:
+        """A step of `tokens` real tokens is about to be launched on the current stream."""
+        if self._refiller is None:
+            self._refiller = self._make_refiller()
+        self._mailbox.wake()
+        self.path.live.fill_(tokens)
+
+    def after_step(self, step: Step = UNKNOWN) -> None:
+        """The step was launched: learn from an earlier one, and start copies into spare slots."""
+        assert self._refiller is not None, "before_step comes first"
+        self._refiller.after_step(step)
+
+    def _make_refiller(self) -> Refiller:
+        tiers, experts = self.tiers, self.tiers.part.geometry.experts
+        policies = [POLICIES[tiers.settings.policy](experts) for _ in self.layers]
+        counters = [tiers.layer_counters[layer.index] for layer in self.layers]
+        heat = self._heat[: len(self.layers)]
+        return Refiller(self.layers, policies, heat, tiers.heat, counters, self.plan.fills if self.plan.spare else 0)
+
+    def _help(self) -> None:
+        layers: dict[int, HybridLayer] = {}
+        while not self._closed.is_set():
+            request = self._mailbox.await_help(HELP_MS)
+            if request is None:
+                continue
+            layers = {layer.index: layer for layer in self.layers}
+            try:
+                layers[request.layer].help(request)
+            except BaseException as error:  # the device must hear of it, whatever it is
+                self.failure = error if isinstance(error, MoetierError) else MoetierError(repr(error))
+                logger.error("layer call refused: %s", self.failure)
+                self._mailbox.refuse(request)
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            self._mailbox.answer(request)
+
+    def check_integrity(self) -> None:
+        """Slots, tables and tiers agree. Waits for the device; between steps."""
+        for layer in self.layers:
+            layer.check_integrity()
+        self.tiers.staging.check_integrity()
+
+    def counts(self) -> dict[str, int]:
+        """What the device and the mailbox counted. Waits for the device."""
+        calls, nanoseconds, helps = self._mailbox.counts()
+        return self.path.counts() | {"cpu_calls": calls, "cpu_ns": nanoseconds, "helped": helps}
+
+    def close(self) -> None:
+        """End the threads and release pinned memory; the layers cannot be called any more. Leaves `tiers` open."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        torch.cuda.synchronize(self.device)
+        self._mailbox.close()
+        self._helper.join()
+        self._registered.close()
