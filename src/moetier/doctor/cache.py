@@ -32,15 +32,20 @@ def load_rates(identity: str, file: Path | None = None) -> Rates | None:
     Raises
     ------
     SettingsError
-        The file is damaged, or the cached one is of other hardware.
+        The file is damaged or cannot be read, or the cached one is of other hardware.
 
     """
     if file is not None:
         return read_rates(file)
     path = rates_file(identity)
-    if not path.exists():
+    try:
+        rates = read_rates(path)
+    except FileNotFoundError:
         return None
-    rates = read_rates(path)
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: measured rates cannot be read ({error.strerror}); set XDG_CACHE_HOME to a folder of yours"
+        ) from error
     if rates.identity != identity:
         raise SettingsError(f"{path}: these are rates of {rates.identity}; measure anew: moetier doctor --measure")
     return rates

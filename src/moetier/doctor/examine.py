@@ -93,4 +93,6 @@ def _support(found: Machine) -> tuple[Support, ...]:
 
 
 def _bad_cache(error: SettingsError) -> Finding:
-    return Finding(about="rates", verdict=Verdict.BROKEN, text=str(error), remedy="moetier doctor --measure")
+    return Finding(
+        about="rates", verdict=Verdict.BROKEN, text=str(error), remedy="moetier doctor --measure writes them anew"
+    )

@@ -1,0 +1,219 @@
+"""Rates are measured, kept per hardware and disk, and taken from a file where the user says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from moetier.bench import kernel as bench
+from moetier.doctor import cache
+from moetier.doctor.cache import for_disk, load_rates, rates_file, save_rates, with_disks_of
+from moetier.doctor.examine import examine, examine_and_measure
+from moetier.doctor.facts import Disk, DiskRate, DramRate, Rates, Verdict
+from moetier.doctor.machine_file import read_machine
+from moetier.doctor.measure import cpu as cpu_measure
+from moetier.doctor.measure import disk as disk_measure
+from moetier.doctor.measure.cpu import measure_dram, measure_kernel, thread_counts
+from moetier.doctor.measure.disk import measure_disk
+from moetier.doctor.measure.gpu import measure_links
+from moetier.doctor.probe.cpu import probe_cpu
+from moetier.doctor.probe.disk import probe_disk
+from moetier.errors import SettingsError
+from tests.doctor.machines import gpu, machine
+
+RECORD = 64 << 10
+
+
+def disk_rate(device: str, speed: float) -> DiskRate:
+    return DiskRate(device=device, queue_depth=1, record_bytes=RECORD, bytes_per_s=speed)
+
+
+RATES = Rates(identity="abc", dram_read=(DramRate(threads=1, bytes_per_s=1e10),), disk_read=(disk_rate("a", 1e9),))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Little to measure, and a cache of our own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bench, "SECONDS_PER_ROW", 0.0)
+    monkeypatch.setattr(cpu_measure, "READ_BYTES", 64 << 20)
+    monkeypatch.setattr(cpu_measure, "TOKENS", (1, 3))
+    monkeypatch.setattr(cpu_measure, "EXPERTS", 8)
+    monkeypatch.setattr(disk_measure, "SECONDS", 0.02)
+    monkeypatch.setattr(disk_measure, "SPAN", 4 << 20)
+    monkeypatch.setattr(disk_measure, "PIECE", 1 << 20)
+    monkeypatch.setattr(disk_measure, "DEPTHS", (1, 4))
+
+
+# -- kept -----------------------------------------------------------------------------------------------------------
+
+
+def test_kept_rates_come_back_and_nothing_else_is_left() -> None:
+    assert load_rates("abc") is None
+    path = save_rates(RATES)
+    assert load_rates("abc") == RATES
+    assert load_rates("other") is None
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_another_disk_keeps_its_rates() -> None:
+    new = RATES.model_copy(update={"disk_read": (disk_rate("b", 2e9),)})
+    both = with_disks_of(new, RATES)
+    assert [rate.device for rate in both.disk_read] == ["b", "a"]
+    assert with_disks_of(both.model_copy(update={"disk_read": (disk_rate("a", 3e9),)}), both).disk_read == (
+        disk_rate("a", 3e9),
+        disk_rate("b", 2e9),
+    )
+    found = for_disk(machine(disk=Disk(path="/x", device="a"), rates=both))
+    assert found.rates is not None
+    assert found.rates.disk_read == (disk_rate("a", 1e9),)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 9, b'{"identity": 3}', RATES.model_dump_json().encode()[:-9]])
+def test_a_damaged_cache_is_said_and_measured_anew(content: bytes, tmp_path: Path) -> None:
+    path = rates_file("abc")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match=path.name):
+        load_rates("abc")
+    assert save_rates(RATES) == path
+    assert load_rates("abc") == RATES
+
+
+def test_rates_of_other_hardware_are_not_taken() -> None:
+    save_rates(RATES).rename(rates_file("new"))
+    with pytest.raises(SettingsError, match="these are rates of abc"):
+        load_rates("new")
+
+
+def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rates_file("x") == tmp_path / ".cache/moetier/rates-x.json"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_rates_that_cannot_be_kept(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_rates(RATES)
+
+    def full(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(cache, "write_durably", full)
+    with pytest.raises(SettingsError, match=os.strerror(code)):
+        save_rates(RATES.model_copy(update={"dram_read": ()}))
+    assert load_rates("abc") == RATES, "the old ones are still there"
+
+
+# -- measured -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cpus", "cores", "threads", "counts"),
+    [(1, 1, 1, (1,)), (2, 2, 2, (1, 2)), (6, 3, 5, (1, 2, 3, 4, 5, 6)), (16, None, 16, (1, 2, 4, 8, 16))],
+)
+def test_thread_counts(cpus: int, cores: int | None, threads: int, counts: tuple[int, ...]) -> None:
+    sound = machine().cpu
+    part = {"allowed": tuple(range(cpus)), "physical_cores": cores, "threads": threads}
+    assert thread_counts(sound.model_copy(update=part)) == counts
+
+
+def test_dram_and_kernel() -> None:
+    cpu = probe_cpu()
+    assert [rate.threads for rate in measure_dram(cpu)] == list(thread_counts(cpu))
+    for rate, tokens in zip(measure_kernel("64,64,8,2", 1), (1, 3), strict=True):
+        assert (rate.tokens, rate.threads, rate.hidden, rate.intermediate) == (tokens, 1, 64, 64)
+        assert 2 - 1e-9 <= rate.experts <= min(8, 2 * tokens) + 1e-9
+        assert rate.bytes_per_s == pytest.approx(rate.experts * 3 * 64 * 64 * 17 / 32 / rate.seconds)
+
+
+def test_too_little_memory_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_measure, "MEMORY_SHARE", 1e-9)
+    with pytest.raises(SettingsError, match="stop other processes"):
+        measure_dram(probe_cpu())
+
+
+@pytest.mark.parametrize("store", [True, False], ids=["a store's files", "an empty folder"])
+def test_disk(store: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("a", "b") if store else ():
+        (folder / name).write_bytes(os.urandom(3 << 20))
+    (folder / "below").mkdir()
+    (folder / "small").write_bytes(b"x")
+    before = sorted(folder.iterdir())
+    rates = measure_disk(probe_disk(folder), RECORD)
+    assert [rate.queue_depth for rate in rates] == [1, 4]
+    assert {rate.record_bytes for rate in rates} == {RECORD}
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_disk_without_o_direct(tmp_path: Path) -> None:
+    disk = probe_disk(tmp_path).model_copy(update={"o_direct": False})
+    assert {rate.direct for rate in measure_disk(disk, RECORD)} == {False}
+
+
+def test_a_disk_without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk_measure, "FREE_SHARE", 1e-12)
+    with pytest.raises(SettingsError, match="expected room for two records"):
+        measure_disk(probe_disk(tmp_path), RECORD)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_measured() -> None:
+    with pytest.raises(SettingsError, match=r"cannot be measured|expected room"):
+        measure_disk(probe_disk(Path("/proc/self/fdinfo")), RECORD)
+
+
+def test_no_device_no_link() -> None:
+    links = measure_links(())
+    assert (links.host_to_device, links.device_to_host, links.device_copy) == ((), (), ())
+
+
+def test_devices_without_a_build_that_can_use_them() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("wants a build of torch that cannot use a device")
+    with pytest.raises(SettingsError, match="CUDA build of torch"):
+        measure_links((gpu(),))
+
+
+# -- the whole ------------------------------------------------------------------------------------------------------
+
+
+def test_measured_once_known_afterwards(tmp_path: Path) -> None:
+    lines: list[str] = []
+    measured, unsaved = examine_and_measure(tmp_path, "64,64,8,2", lines.append)
+    assert unsaved is None
+    assert len(lines) == 4
+    assert measured.rates is not None
+    again = examine(tmp_path)
+    assert again.rates == measured.rates
+    file = tmp_path / "machine.json"
+    file.write_text(again.to_json())
+    assert read_machine(file) == again
+
+
+def test_a_file_instead_of_the_cache(tmp_path: Path) -> None:
+    save_rates(RATES.model_copy(update={"identity": examine(tmp_path).identity}))
+    stated = RATES.model_copy(update={"dram_read": (DramRate(threads=2, bytes_per_s=9e9),)})
+    file = tmp_path / "rates.json"
+    file.write_text(stated.model_dump_json())
+    found = examine(tmp_path, file)
+    assert found.rates is not None
+    assert found.rates.dram_read == stated.dram_read
+    file.write_text("{}")
+    with pytest.raises(SettingsError, match=r"rates\.json"):
+        examine(tmp_path, file)
+
+
+def test_a_damaged_cache_is_a_finding(tmp_path: Path) -> None:
+    path = rates_file(examine(tmp_path).identity)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    (broken,) = [finding for finding in examine(tmp_path).findings if finding.verdict is Verdict.BROKEN]
+    assert path.name in broken.text
+    assert broken.remedy == "moetier doctor --measure writes them anew"
