@@ -1,0 +1,232 @@
+"""Tampering: a committed result is edited in every way we could think of, and `check` finds each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetier.bench import BenchError
+from moetier.bench.check import check_folder
+from moetier.bench.documents import sha256_of
+from moetier.bench.result import SUMS, write_result
+from tests.bench.made import checkout, commit_all, git, made
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with two committed results."""
+    root = tmp_path_factory.mktemp("checkout")
+    commit = checkout(root)
+    for name in ("tiny/a", "tiny/b"):
+        write_result(root / "results", made(name, commit=commit))
+        commit_all(root)
+    return root
+
+
+@pytest.fixture
+def root(committed: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(committed, tmp_path / "copy"))
+
+
+def found(root: Path) -> list[str]:
+    return check_folder(root / "results", root)[1]
+
+
+def file_of(root: Path, name: str = "tiny__a") -> Path:
+    return next((root / "results").glob(f"here/{name}__*.json"))
+
+
+def test_nothing_is_found_where_nothing_was_done(root: Path) -> None:
+    results, wrong = check_folder(root / "results", root)
+    assert wrong == []
+    assert sorted(result.recipe.id for result in results) == ["tiny/a", "tiny/b"]
+
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def section(state: dict[str, Any], number: int) -> dict[str, Any]:
+    part: dict[str, Any] = state["sections"][number]
+    return part
+
+
+def set_cell(state: dict[str, Any], key: str, value: Any) -> None:
+    section(state, 0)["cells"][0][key] = value
+
+
+def faster(state: dict[str, Any]) -> None:
+    """Every gap of the first stream halved: the samples themselves are made up."""
+    stream = section(state, 0)["raw"]["trials"][0]["streams"][0]
+    stream["gaps_us"] = [gap // 2 for gap in stream["gaps_us"]]
+
+
+def more_tokens(state: dict[str, Any]) -> None:
+    stream = section(state, 0)["raw"]["trials"][0]["streams"][0]
+    stream["tokens"] = [2 * count for count in stream["tokens"]]
+
+
+EDITS: dict[str, Edit] = {
+    "a sample": faster,
+    "tokens of a sample": more_tokens,
+    "a trial removed": lambda s: section(s, 0)["raw"]["trials"].pop(2),
+    "an aggregate": lambda s: set_cell(s, "value", 1e4),
+    "the range of an aggregate": lambda s: set_cell(s, "low", 49.9),
+    "a reason erased": lambda s: s["boot"][2].update(reason=None, value=1.0, low=1.0, high=1.0, samples=[1.0]),
+    "a cell removed": lambda s: section(s, 0)["cells"].pop(),
+    "a probe removed": lambda s: s["sections"].pop(),
+    "a parameter of a probe": lambda s: section(s, 0)["probe"].update(repeats=4),
+    "the hash of the recipe": lambda s: s["hashes"].update(recipe="f" * 64),
+    "the recipe": lambda s: s["recipe"].update(summary="on a small machine"),
+    "the machine": lambda s: s["machine"].update(summary="a laptop"),
+    "the commit": lambda s: s["code"].update(commit="2" * 40),
+    "a version": lambda s: s["software"]["packages"].update(numpy="9.9"),
+    "a hash of a file": lambda s: s["model"]["files"].update({"config.json": "4" * 64}),
+    "the load": lambda s: s["load"].update(before=[0.0, 0.0, 0.0]),
+    "the command": lambda s: s["served"]["command"].append("--fast"),
+    "the status": lambda s: s.update(failure="none"),
+    "the date": lambda s: s.update(started="2027-01-01T00:00:00Z"),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edit_is_found_by_the_file_alone(root: Path, what: str) -> None:
+    path = file_of(root)
+    state = json.loads(path.read_text())
+    EDITS[what](state)
+    path.write_text(json.dumps(state))
+    assert any("its hash is not that of its content" in line for line in found(root)) or what == "a reason erased"
+    assert found(root)
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edit_with_all_hashes_made_anew_is_found_by_the_history(root: Path, what: str) -> None:
+    path = file_of(root)
+    state = json.loads(path.read_text())
+    EDITS[what](state)
+    state["sha256"] = sha256_of({key: value for key, value in state.items() if key != "sha256"})
+    path.write_text(json.dumps(state))
+    relist(root)
+    assert any("changed since it was committed" in line for line in found(root))
+    commit_all(root)
+    assert any("changed after it was added, by commit" in line for line in found(root))
+
+
+COMPUTED = ["an aggregate", "the range of an aggregate", "a reason erased", "a cell removed", "a trial removed"]
+COMPUTED += ["a sample", "tokens of a sample", "a probe removed", "a parameter of a probe", "the hash of the recipe"]
+COMPUTED += ["the recipe", "the machine", "the status", "the commit"]
+
+
+@pytest.mark.parametrize("what", COMPUTED)
+def test_an_edit_that_contradicts_the_rest_is_found_even_where_it_was_never_committed(root: Path, what: str) -> None:
+    git(root, "rm", "-q", "-r", "--cached", "results")
+    path = file_of(root)
+    state = json.loads(path.read_text())
+    EDITS[what](state)
+    state["sha256"] = sha256_of({key: value for key, value in state.items() if key != "sha256"})
+    path.write_text(json.dumps(state))
+    relist(root)
+    assert any("tiny__a" in line and "changed" not in line for line in found(root))
+
+
+def relist(root: Path) -> None:
+    import hashlib
+
+    folder = root / "results"
+    paths = sorted(folder.rglob("*.json"))
+    lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder).as_posix()}\n" for p in paths]
+    (folder / SUMS).write_text("".join(lines))
+
+
+def copied(root: Path) -> None:
+    shutil.copy(file_of(root), root / "results" / "here" / "tiny__b__small__111111111111.json")
+
+
+def copied_over(root: Path) -> None:
+    shutil.copy(file_of(root), file_of(root, "tiny__b"))
+
+
+def copied_and_listed(root: Path) -> None:
+    copied(root)
+    relist(root)
+
+
+def moved(root: Path) -> None:
+    (root / "results" / "there").mkdir()
+    file_of(root).rename(root / "results" / "there" / file_of(root).name)
+
+
+def truncated(root: Path) -> None:
+    path = file_of(root)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def removed(root: Path) -> None:
+    file_of(root).unlink()
+
+
+def removed_and_unlisted(root: Path) -> None:
+    removed(root)
+    relist(root)
+    commit_all(root)
+
+
+def line_removed(root: Path) -> None:
+    sums = root / "results" / SUMS
+    sums.write_text("".join(sums.read_text().splitlines(keepends=True)[1:]))
+
+
+def strange_file(root: Path) -> None:
+    (root / "results" / "here" / "notes.txt").write_text("much faster today")
+
+
+def not_json(root: Path) -> None:
+    file_of(root).write_bytes(b"\xff\xfe{")
+
+
+def deep_json(root: Path) -> None:
+    file_of(root).write_text("[" * 100_000)
+
+
+ACTS = (copied, copied_over, copied_and_listed, moved, truncated, removed, removed_and_unlisted, line_removed)
+
+
+@pytest.mark.parametrize("act", [*ACTS, strange_file, not_json, deep_json])
+def test_files_that_were_copied_moved_or_lost_are_found(root: Path, act: Callable[[Path], None]) -> None:
+    act(root)
+    assert found(root)
+
+
+def test_a_result_is_never_overwritten(root: Path) -> None:
+    commit = git(root, "rev-list", "--max-parents=0", "HEAD")
+    before = file_of(root).read_bytes()
+    with pytest.raises(BenchError, match="never overwritten"):
+        write_result(root / "results", made("tiny/a", commit=commit))
+    assert file_of(root).read_bytes() == before
+    assert found(root) == []
+
+
+def test_a_killed_run_leaves_no_half_result(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    commit = git(root, "rev-parse", "HEAD")
+    with pytest.raises(OSError, match="No space"):
+        write_result(root / "results", made("tiny/a", commit=commit))
+    assert found(root) == []
+
+
+def test_a_changed_tree_is_no_result_to_keep(root: Path) -> None:
+    commit = git(root, "rev-list", "--max-parents=0", "HEAD")
+    result = made("tiny/b", commit=commit)
+    file_of(root, "tiny__b").unlink()
+    result = result.model_copy(update={"code": result.code.model_copy(update={"changed": ("src/x.py",)})})
+    (root / "results" / SUMS).unlink()
+    write_result(root / "results", result)
+    assert any("run on a changed tree (src/x.py)" in line for line in found(root))

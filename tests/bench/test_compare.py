@@ -1,0 +1,102 @@
+"""Comparisons: what passes, what regresses, and what too few items or samples leave unproven."""
+
+from __future__ import annotations
+
+import pytest
+from scipy import stats
+
+from moetier.bench.compare import Verdict, compare, lengths, quality, speed
+from moetier.bench.samples import Cell, figure
+from moetier.eval.compare import mcnemar
+from tests.bench.made import answers, made
+
+
+def whole(a: str, b: str) -> Verdict:
+    lines, _, _ = quality(answers(a), answers(b))
+    return lines[0].verdict
+
+
+def test_equal_quality_of_many_items_passes() -> None:
+    assert whole("r" * 100 + "w" * 30, "r" * 100 + "w" * 30) is Verdict.PASS
+
+
+def test_equal_quality_of_few_items_is_unproven() -> None:
+    assert whole("r" * 40, "r" * 40) is Verdict.UNPROVEN
+
+
+def test_a_loss_that_chance_does_not_explain_regresses_however_few_the_items() -> None:
+    assert whole("r" * 20, "w" * 8 + "r" * 12) is Verdict.REGRESS
+
+
+def test_better_quality_is_no_regression() -> None:
+    assert whole("w" * 20 + "r" * 120, "r" * 140) is Verdict.PASS
+
+
+def test_discordant_items_are_listed() -> None:
+    _, only_a, only_b = quality(answers("rrw"), answers("rwr"))
+    assert only_a == ("arithmetic 1",)
+    assert only_b == ("arithmetic 2",)
+
+
+@pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (0, 6), (3, 9), (40, 41), (500, 300)])
+def test_mcnemar_is_the_binomial_test_of_scipy(only_a: int, only_b: int) -> None:
+    expected = stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
+    assert mcnemar(only_a, only_b) == pytest.approx(expected, rel=1e-9)
+
+
+def pairs(factor: float, count: int = 50, cut: int = 0) -> Verdict:
+    a, b = answers("r" * count, 100), answers("t" * cut + "r" * (count - cut), round(100 * factor))
+    return lengths("x", list(zip(a, b, strict=True))).verdict
+
+
+@pytest.mark.parametrize(
+    ("factor", "count", "cut", "verdict"),
+    [
+        pytest.param(1.0, 50, 0, Verdict.PASS, id="equal"),
+        pytest.param(1.11, 50, 0, Verdict.REGRESS, id="11 % longer"),
+        pytest.param(0.9, 50, 0, Verdict.REGRESS, id="10 % shorter"),
+        pytest.param(1.02, 50, 0, Verdict.REGRESS, id="2 % longer in every answer: the sign test"),
+        pytest.param(1.0, 50, 1, Verdict.PASS, id="one more truncated"),
+        pytest.param(1.0, 50, 2, Verdict.REGRESS, id="two more truncated"),
+        pytest.param(1.0, 10, 0, Verdict.UNPROVEN, id="few"),
+    ],
+)
+def test_lengths(factor: float, count: int, cut: int, verdict: Verdict) -> None:
+    assert pairs(factor, count, cut) is verdict
+
+
+def cell(*samples: float, better: str = "higher") -> Cell:
+    return figure("x", "tok/s", better, samples)
+
+
+SECOND, TWO_SECONDS = cell(*[1] * 5, better="lower"), cell(*[2] * 5, better="lower")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        pytest.param(cell(100, 101, 99, 100, 100), cell(99, 100, 101, 100, 100), Verdict.PASS, id="equal"),
+        pytest.param(cell(100, 101, 99, 100, 100), cell(80, 81, 79, 80, 80), Verdict.REGRESS, id="20 % slower"),
+        pytest.param(cell(100, 140, 60, 90, 110), cell(98, 60, 140, 95, 101), Verdict.UNPROVEN, id="too wide"),
+        pytest.param(cell(100, 100, 100), cell(50, 50, 50), Verdict.UNPROVEN, id="three samples"),
+        pytest.param(
+            cell(1, 1, 1, 1, 1, better="lower"),
+            cell(2, 2, 2, 2, 2, better="lower"),
+            Verdict.REGRESS,
+            id="twice the time",
+        ),
+        pytest.param(cell(1, 1, 1, 1, 1), figure("x", "tok/s", "higher", [], "no"), Verdict.UNPROVEN, id="null"),
+        pytest.param(cell(0, 0, 0, 0, 0), cell(1, 1, 1, 1, 1), Verdict.UNPROVEN, id="zeros"),
+    ],
+)
+def test_speed(a: Cell, b: Cell, verdict: Verdict) -> None:
+    assert speed(a, b, 0.05).verdict is verdict
+
+
+def test_whole_results() -> None:
+    a, b = made("tiny/a", gap=0.02), made("tiny/b", gap=0.04)
+    found = compare(a, b, parts=("speed",))
+    assert found.verdict is Verdict.REGRESS
+    assert {line.about for line in found.lines if line.verdict is Verdict.REGRESS} >= {"decode.C1", "decode.C2"}
+    assert found.same_answers == "5 of 5 coding questions were answered alike"
+    assert compare(a, b, parts=("quality",)).verdict is Verdict.UNPROVEN
