@@ -88,7 +88,7 @@ class DeviceSlots:
         return np.array([e for e in self.live if int(e) not in self.resident], np.int32)
 
     def fill(self, expert: int, record: torch.Tensor) -> int:
-        """Start copying `record` (uint8, up to stride bytes; pinned, to copy beside compute) into a free slot; its number.
+        """Start copying `record` (uint8, up to stride bytes, pinned) into a free slot beside compute; its number.
 
         The bytes of `record` must stay as they are until `publish` names the expert.
         """

@@ -62,6 +62,15 @@ class Costs:
     stream_expert: float
     dram_expert: float
 
+    @classmethod
+    def of(cls, record_bytes: int, dram: float, link: float, pair_ns: float, call_ns: float = 12_000.0) -> Costs:
+        """From a machine's rates, bytes a second: DRAM reads with the CPU's threads, host to device.
+
+        CPU and link read the same DRAM: together they are no faster than its reads.
+        """
+        expert = record_bytes / dram * 1e9
+        return cls(call_ns, expert, pair_ns, record_bytes / link * 1e9, expert)
+
     def tensor(self, device: torch.device) -> torch.Tensor:
         values = [self.cpu_call, self.cpu_expert, self.cpu_pair, self.stream_expert, self.dram_expert]
         return torch.tensor(values, dtype=torch.float32, device=device)

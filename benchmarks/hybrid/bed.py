@@ -1,0 +1,170 @@
+"""MoE layers of random records: all of them in DRAM, a share on the device, and the mailbox running."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moetier.formats import Family, LayerGeometry, RecordLayout
+from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
+from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
+from moetier.kernels.gpu import DeviceExperts
+from moetier.kernels.gpu.base import Sizes
+from moetier.kernels.gpu.hybrid import Costs, HybridPath, LayerTables, pinned
+from moetier.residency.arena import Arena
+from moetier.residency.device import DeviceSlots
+from moetier.residency.registered import Registered
+
+PATTERNS = 16
+"""Different records; layers repeat them in an order of their own."""
+STAGING, TOKENS, PATIENCE = 16, 64, 20.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second, measured here: DRAM reads with all threads, host to device, and both at once."""
+
+    dram: float
+    link: float
+    threads: int
+
+
+def random_record(layout: RecordLayout, rng: np.random.Generator) -> np.ndarray:
+    """Random codes, scale bytes from 112 to 123."""
+    record = rng.integers(0, 256, layout.stride, np.uint8)
+    for index in range(layout.slices):
+        for section in layout.sections:
+            at = index * layout.slice_bytes + section.scales
+            record[at : at + section.scale_bytes] = rng.integers(112, 124, section.scale_bytes, np.uint8)
+    return record
+
+
+class Bed:
+    """Layers of one geometry; `patterns` are the different records, on the device."""
+
+    def __init__(self, geometry: LayerGeometry, family: Family, layers: int, threads: int | None = None) -> None:
+        self.geometry, self.family, self.count = geometry, family, layers
+        self.layout = RecordLayout.of(geometry)
+        self.sizes = Sizes(geometry, family)
+        g, rng = geometry, np.random.default_rng(0)
+        self.pool = ThreadPool(threads)
+        self.arena = Arena(layers * g.experts, self.layout.stride)
+        patterns = [random_record(self.layout, rng) for _ in range(PATTERNS)]
+        self.which = rng.integers(0, PATTERNS, (layers, g.experts))
+        with ThreadPoolExecutor(self.pool.threads) as workers:
+            for slot, pattern in enumerate(self.which.ravel()):
+                workers.submit(np.copyto, self.arena.view(slot), patterns[pattern])
+        self.registered = Registered()
+        self.registered.add(*self.arena.extent)
+        self.kernel = CpuExperts(geometry, family, self.pool, max_tokens=TOKENS)
+        self.records = pinned(layers, g.experts, dtype=torch.int64)
+        addresses = np.array([self.arena.address(slot) for slot in range(layers * g.experts)], np.uint64)
+        self.records.numpy().view(np.uint64)[:] = addresses.reshape(layers, -1)
+        self.patterns = torch.stack([torch.from_numpy(p) for p in patterns]).cuda()
+        self.pattern_tables = torch.from_numpy(self.which.astype(np.int32)).cuda()
+        self.experts = DeviceExperts(geometry, family, TOKENS)
+
+    def rates(self) -> Rates:
+        """Medians of five."""
+        flat = np.frombuffer(memoryview(self.arena._map), np.uint8)[: 8 << 30]
+        dram = statistics.median(read_bandwidth(self.pool, flat) for _ in range(5))
+        size = min(64, self.geometry.experts)
+        target = torch.empty((size, self.layout.stride), dtype=torch.uint8, device="cuda")
+        source = torch.from_numpy(flat[: size * self.layout.stride]).view(size, -1)
+        times = []
+        for _ in range(6):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return Rates(dram, source.numel() / statistics.median(times[1:]), self.pool.threads)
+
+    def costs(self, rates: Rates) -> Costs:
+        """As the server derives them from a machine's rates; the arithmetic of a pair is measured."""
+        return Costs.of(self.layout.stride, rates.dram, rates.link, self.pair_ns())
+
+    def pair_ns(self) -> float:
+        """Nanoseconds of the CPU for one more pair of an expert, beyond what its bytes take: 64 against 8 tokens."""
+        from time import perf_counter_ns
+
+        g, times = self.geometry, {}
+        for tokens in (8, TOKENS):
+            x = np.random.default_rng(1).integers(0x3C00, 0x3F80, (tokens, g.hidden), np.uint16)
+            ids = np.tile(np.arange(g.top_k, dtype=np.int32), (tokens, 1))
+            weights, rows = np.ones((tokens, g.top_k), np.float32), np.empty((tokens, g.top_k, g.hidden), np.float32)
+            runs = []
+            for _ in range(7):
+                start = perf_counter_ns()
+                self.kernel.rows(x, ids, weights, self.table(0), rows)
+                runs.append(perf_counter_ns() - start)
+            times[tokens] = statistics.median(runs)
+        return (times[TOKENS] - times[8]) / (g.top_k * (TOKENS - 8))
+
+    def table(self, layer: int) -> np.ndarray:
+        return self.records[layer].numpy().view(np.uint64)
+
+    def place(self, residents: Sequence[Sequence[int]], spare: int, costs: Costs) -> Hybrid:
+        """The hybrid side with these experts of each layer resident."""
+        return Hybrid(self, residents, spare, costs)
+
+    def from_patterns(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """One call with every record on the device; equal records share a slot, so it is for bits, not for speed."""
+        self.experts.forward(x, ids, weights, self.pattern_tables[layer], self.patterns, out)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.registered.close()
+
+
+class Hybrid:
+    """Slots, mailbox and tables over a bed."""
+
+    def __init__(self, bed: Bed, residents: Sequence[Sequence[int]], spare: int, costs: Costs) -> None:
+        g, count = bed.geometry, bed.count
+        per_layer = max(map(len, residents)) + spare
+        self.bed, self.costs = bed, costs
+        self.memory = torch.zeros((count * per_layer + STAGING, bed.layout.stride), dtype=torch.uint8, device="cuda")
+        staging = range(count * per_layer, count * per_layer + STAGING)
+        self.path = HybridPath(bed.sizes, TOKENS, self.memory, staging, bed.layout.stride, costs, PATIENCE)
+        mail = self.path.mail
+        arrays = MailArrays(
+            mail.box.numpy(), mail.ids.numpy(), mail.weights.numpy(), mail.x.view(torch.uint16).numpy(),
+            mail.streamed.numpy(), mail.rows.numpy(),
+        )  # fmt: skip
+        self.mailbox = Mailbox(bed.kernel, bed.pool, arrays, [bed.table(layer) for layer in range(count)])
+        self.heat = torch.zeros((count, g.experts), dtype=torch.int32, device="cuda")
+        self.slots: list[DeviceSlots] = []
+        for layer in range(count):
+            first = layer * per_layer
+            slots = DeviceSlots(g.experts, residents[layer], self.memory[first : first + per_layer], first)
+            for expert in residents[layer]:
+                slots.fill(expert, self.record(layer, expert))
+            slots.publish(wait=True)
+            self.slots.append(slots)
+        torch.cuda.synchronize()
+        self.tables = [LayerTables(i, self.slots[i].table, bed.records[i], self.heat[i]) for i in range(count)]
+
+    def record(self, layer: int, expert: int) -> torch.Tensor:
+        return torch.from_numpy(self.bed.arena.view(layer * self.bed.geometry.experts + expert))
+
+    def forward(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        self.path.forward(self.tables[layer], x, ids, weights, out)
+
+    def all_resident(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """One call by the kernels that know no other tier; every expert must have a slot."""
+        self.bed.experts.forward(x, ids, weights, self.slots[layer].table, self.memory, out)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.mailbox.close()

@@ -1,0 +1,194 @@
+"""MoE layers in one captured graph: all-resident against hybrid, and the plan's choice against fixed splits."""
+
+from __future__ import annotations
+
+import statistics
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from bed import Bed, Hybrid, Rates
+
+from moetier.formats import Family, LayerGeometry
+from moetier.kernels.gpu.hybrid import ALL_CPU, Costs
+
+GEOMETRY = LayerGeometry(4096, 2048, 256, 6)
+FAMILY = Family(swiglu_limit=10.0, route_weight_before_down=True)
+SHARES = (0.04, 0.12, 0.29, 0.43, 1.0)
+TOKENS = (1, 4, 8, 32)
+STEPS = 24
+"""Different routings a cell is the median of."""
+RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Fixed splits: the share of a call's misses that is streamed."""
+EXPONENT = 1.0
+"""Of the Zipf law that routing follows where no trace is given."""
+
+
+class Zipf:
+    """Routes by a Zipf law over the experts of each layer, in an order of its own."""
+
+    def __init__(self, layers: int, experts: int, exponent: float = EXPONENT) -> None:
+        rng = np.random.default_rng(5)
+        self.order = [rng.permutation(experts) for _ in range(layers)]
+        ranks = np.arange(1, experts + 1) ** -exponent
+        log = np.zeros((layers, experts), np.float32)
+        for layer, order in enumerate(self.order):
+            log[layer, order] = np.log(ranks)
+        self._log = torch.from_numpy(log).cuda()
+
+    def hottest(self, layer: int, number: int) -> list[int]:
+        return [int(e) for e in self.order[layer][:number]]
+
+    def ids(self, tokens: int, top_k: int) -> torch.Tensor:
+        """int32 [layers, tokens, top_k], distinct in a token."""
+        noise = -torch.log(-torch.log(torch.rand(self._log.shape[0], tokens, self._log.shape[1], device="cuda")))
+        return (self._log[:, None] + noise).topk(top_k, 2).indices.to(torch.int32).contiguous()
+
+
+class Stack:
+    """All layers in one graph, `forward(layer, x, ids, weights, out)` each."""
+
+    def __init__(self, layers: int, tokens: int, forward: Callable[..., None]) -> None:
+        g = GEOMETRY
+        self.x = torch.randn(tokens, g.hidden, device="cuda").bfloat16()
+        self.ids = torch.zeros((layers, tokens, g.top_k), dtype=torch.int32, device="cuda")
+        self.weights = torch.rand(tokens, g.top_k, device="cuda") + 0.1
+        self.out = torch.empty((layers, tokens, g.hidden), dtype=torch.bfloat16, device="cuda")
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            for layer in range(layers):
+                forward(layer, self.x, self.ids[layer], self.weights, self.out[layer])
+
+    def time_us(self, ids: torch.Tensor) -> float:
+        """Microseconds of one replay with these routes."""
+        self.ids.copy_(ids)
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def median_us(self, routes: Sequence[torch.Tensor]) -> float:
+        self.time_us(routes[0])
+        return statistics.median(self.time_us(ids) for ids in routes)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Quartiles, as text."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{low:.0f}..{high:.0f}"
+
+
+def split(ratio: float) -> Costs:
+    """Costs with which the plan streams this share of any call's misses."""
+    return Costs(0.0, 1e3 * ratio, 0.0, 1e3 * (1 - ratio), 0.0)
+
+
+def cells(bed: Bed, full: Hybrid, rates: Rates, quick: bool) -> list[dict[str, Any]]:
+    """Every share of slots at every M."""
+    g, layers, rows = GEOMETRY, bed.count, []
+    zipf, costs = Zipf(bed.count, GEOMETRY.experts), bed.costs(rates)
+    steps = 6 if quick else STEPS
+    resident_us = {}
+    routes = {tokens: [zipf.ids(tokens, g.top_k) for _ in range(steps)] for tokens in TOKENS}
+    for tokens in TOKENS:
+        resident_us[tokens] = Stack(layers, tokens, full.all_resident).median_us(routes[tokens]) / layers
+    for share in SHARES:
+        number = round(share * g.experts)
+        hybrid = bed.place([zipf.hottest(layer, number) for layer in range(layers)], 0, costs)
+        rows += [cell(hybrid, routes[tokens], share, tokens, resident_us[tokens], rates) for tokens in TOKENS]
+        hybrid.close()
+        del hybrid
+        torch.cuda.empty_cache()
+    return rows
+
+
+def cell(
+    hybrid: Hybrid, routes: list[torch.Tensor], share: float, tokens: int, resident_us: float, rates: Rates
+) -> dict[str, Any]:
+    """Microseconds a layer: by the plan, by every fixed split, and all-resident."""
+    layers = hybrid.bed.count
+    hybrid.mailbox.wake()
+    stack = Stack(layers, tokens, hybrid.forward)
+    before, cpu_before = hybrid.path.counts(), hybrid.mailbox.counts()
+    stack.time_us(routes[0])
+    times = [stack.time_us(ids) for ids in routes]
+    after, cpu_after = hybrid.path.counts(), hybrid.mailbox.counts()
+    calls = (len(routes) + 1) * layers
+    counted = {key: (after[key] - before[key]) / calls for key in after}
+    us = statistics.median(times) / layers
+    row = {
+        "what": f"{share:.0%} in slots, M={tokens}",
+        "us": us,
+        "quartiles": spread([t / layers for t in times]),
+        "resident_us": resident_us,
+        "misses": counted["misses"],
+        "streamed": counted["streamed"],
+        "waited_us": counted["waited_ns"] / 1e3,
+        "cpu_us": (cpu_after[1] - cpu_before[1]) / calls / 1e3,
+        "dram_floor_us": counted["misses"] * hybrid.bed.layout.stride / rates.dram * 1e6,
+    }
+    if share < 1:
+        fixed = {}
+        for ratio in RATIOS:
+            hybrid.path.set_costs(split(ratio))
+            fixed[f"{ratio:.0%}"] = stack.median_us(routes) / layers
+        hybrid.path.set_costs(hybrid.costs)
+        best = min(fixed, key=fixed.__getitem__)
+        row |= {"best_fixed": f"{best} {fixed[best]:.0f}", "over_best": us / fixed[best], "fixed_us": fixed}
+    return row
+
+
+def one_miss(bed: Bed, full: Hybrid, rates: Rates) -> list[dict[str, Any]]:
+    """M=1: layers without a miss and layers with exactly one, against all-resident and against the limit."""
+    g, layers, rows = GEOMETRY, bed.count, []
+    hybrid = bed.place([range(64)] * layers, 0, bed.costs(rates))
+    hybrid.path.set_costs(ALL_CPU)
+    rng = np.random.default_rng(3)
+
+    def routes(misses: int) -> list[torch.Tensor]:
+        made = []
+        for _ in range(STEPS):
+            ids = np.stack([rng.choice(64, g.top_k, replace=False) for _ in range(layers)])
+            for layer in range(layers):
+                ids[layer, :misses] = rng.choice(np.arange(64, g.experts), misses, replace=False)
+            made.append(torch.from_numpy(ids[:, None].astype(np.int32)).cuda())
+        return made
+
+    hybrid.mailbox.wake()
+    stack, plain = Stack(layers, 1, hybrid.forward), Stack(layers, 1, full.all_resident)
+    none, one = routes(0), routes(1)
+    for name, these in (("no miss", none), ("one miss", one), ("two misses", routes(2))):
+        both = [(stack.time_us(ids) / layers, plain.time_us(ids) / layers) for ids in (these[0], *these)][1:]
+        hybrid_us, resident_us = (statistics.median(column) for column in zip(*both, strict=True))
+        row = {"what": f"M=1, {name}", "us": hybrid_us, "resident_us": resident_us, "more_us": hybrid_us - resident_us}
+        if name != "no miss":
+            misses = 1 if name == "one miss" else 2
+            row["limit_us"] = misses * 1.25 * bed.layout.stride / rates.dram * 1e6 + 12
+        rows.append(row)
+    hybrid.close()
+    return rows
+
+
+def run(arguments: Namespace) -> list[dict[str, Any]]:
+    """Rows of the table."""
+    bed = Bed(GEOMETRY, FAMILY, 4 if arguments.quick else arguments.layers)
+    rates = bed.rates()
+    costs = bed.costs(rates)
+    machine = {
+        "what": f"{bed.count} layers, record {bed.layout.stride} B",
+        "dram_GB_s": rates.dram / 1e9,
+        "link_GB_s": rates.link / 1e9,
+        "threads": rates.threads,
+        "pair_us": costs.cpu_pair / 1e3,
+    }
+    full = bed.place([range(GEOMETRY.experts)] * bed.count, 0, costs)
+    rows = [machine, *one_miss(bed, full, rates), *cells(bed, full, rates, arguments.quick)]
+    full.close()
+    bed.close()
+    return rows
