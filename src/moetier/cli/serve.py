@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from moetier.cli.store import progress_bar
 from moetier.doctor.facts import CPU, Answer
 from moetier.doctor.probe.gpu import probe_gpus
 from moetier.doctor.support import devices_of, require
-from moetier.errors import StoreError
+from moetier.errors import SettingsError, StoreError
 from moetier.kernels.cpu import ThreadPool
 from moetier.kernels.cpu.isa import choose_isa
 from moetier.layer.fit import ENGINE_BYTES, GIB, records_that_fit
@@ -31,6 +32,7 @@ from moetier.serve.command import (
     check_reachable_only_with_key,
     compute_cpus,
     example,
+    tensor_parallel_size,
 )
 from moetier.settings import Settings
 from moetier.store.build import build_store
@@ -61,6 +63,12 @@ def serve(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
     ] = None,
+    identity_check: Annotated[
+        int, typer.Option(min=0, max=100_000, help="Random layer calls compared through every path at start; 0: none.")
+    ] = Settings.model_fields["identity_check"].default,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Record a routing trace to this new file (`moetier trace`).")
+    ] = None,
     usage_stats: Annotated[bool, typer.Option(help="Let vLLM report usage statistics.")] = False,
     log_file: Annotated[
         Path | None,
@@ -75,7 +83,8 @@ def serve(
     ] = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API; what follows `--` goes to vLLM."""
-    settings = Settings.parse({"store": store, "dram_records": dram_records, **_assignments(setting or [])})
+    values = {"store": store, "dram_records": dram_records, "identity_check": identity_check, "record_trace": record}
+    settings = Settings.parse({**values, **_assignments(setting or [])})
     request = ServeRequest(
         model=model,
         settings=settings,
@@ -88,6 +97,18 @@ def serve(
         log_file=None if verbose else log_file or _state_folder() / f"serve-{port}.log",
         extra=tuple(context.args),
     )
+    start(request, build, skip_support_check, as_json)
+
+
+def start(
+    request: ServeRequest,
+    build: bool = False,
+    skip_support_check: bool = False,
+    as_json: bool = False,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Check, say what lives where, serve until a signal. on_ready: called once, when the server answers."""
+    settings, model = request.settings, request.model
     check_reachable_only_with_key(request)
     choose_isa(settings.isa)
     ThreadPool(settings.threads, settings.cpus).close()
@@ -95,7 +116,8 @@ def serve(
     checkpoint = Checkpoint.open(model)
     if not skip_support_check:
         _check_support(checkpoint.model_type, vllm)
-    launcher.check_port(host, port)
+    launcher.check_port(request.host, request.port)
+    _check_new(settings.record_trace)
     opened = _open_store(checkpoint, settings.store, build)
     cpus = machine.allowed_cpus()
     records, report = _place(checkpoint, opened, request, cpus)
@@ -106,11 +128,19 @@ def serve(
                 "dram_records": records,
                 "store": settings.store.resolve(),
                 "cpus": settings.cpus or compute_cpus(cpus),
+                "record_trace": settings.record_trace and settings.record_trace.absolute(),
+                "counters_folder": settings.counters_folder or Path(folder),
                 "failure_file": Path(folder) / "failure.json",
             }
         )
-        served = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus)
+        served = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus, on_ready)
     console.print("drained, heat saved, bye" if served else "ended before it was ready, bye")
+
+
+def _check_new(path: Path | None) -> None:
+    """SettingsError before anything is loaded, where a recording could not be written."""
+    if path is not None and (path.exists() or path.is_symlink()):
+        raise SettingsError(f"{path} exists already; name a new file for the trace")
 
 
 def _check_support(model_type: str, vllm: str) -> None:
@@ -121,7 +151,7 @@ def _check_support(model_type: str, vllm: str) -> None:
             console.print(f"support: {support}", soft_wrap=True, markup=False, highlight=False)
 
 
-def _run(request: ServeRequest, cpus: tuple[int, ...]) -> bool:
+def _run(request: ServeRequest, cpus: tuple[int, ...], on_ready: Callable[[], None] | None) -> bool:
     """Run the server with a line of progress until it answers."""
     if request.log_file is not None:
         console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, highlight=False)
@@ -137,6 +167,8 @@ def _run(request: ServeRequest, cpus: tuple[int, ...]) -> bool:
                 f"ready after {seconds:.0f} s on http://{request.host}:{request.port}/v1; Ctrl-C ends it. Try:"
             )
             console.print(example(request), soft_wrap=True, markup=False, highlight=False)
+            if on_ready is not None:
+                on_ready()
 
         return launcher.run(request, cpus, waiting, ready)
 
@@ -182,7 +214,9 @@ def _place(
     cache = int(request.kv_cache_gib * GIB) if on_cpu else 0
     manifest, stride = store.manifest, store.layout.stride
     experts, layers = manifest.geometry.experts, _served_layers(checkpoint, store, request)
-    records = records_that_fit(request.settings, store, layers, ENGINE_BYTES + cache + (dense if on_cpu else 0))
+    ranks = tensor_parallel_size(request.extra)
+    other = ENGINE_BYTES + cache + (dense if on_cpu else 0)
+    records = records_that_fit(request.settings, store, layers, other, ranks)
     tiers = [
         {"tier": "DRAM", "records": records * layers, "bytes": records * layers * stride},
         {"tier": "disk", "records": (experts - records) * layers, "bytes": (experts - records) * layers * stride},
@@ -199,6 +233,7 @@ def _place(
         "layers": layers,
         "experts": experts,
         "records_per_layer_in_dram": records,
+        "ranks": ranks,
         "compute_cpus": list(request.settings.cpus or compute_cpus(cpus)),
         "tiers": tiers,
     }

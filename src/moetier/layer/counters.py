@@ -20,6 +20,8 @@ class Counters:
     """Experts found in the fastest tier of the process: device slots, or DRAM where there are none."""
     misses: int = 0
     """Experts that were not: computed by the CPU or streamed, after a read from disk where DRAM lacks them too."""
+    device_reads: int = 0
+    """Experts that the device computed from their slots."""
     dram_reads: int = 0
     """Experts taken from DRAM, by the CPU or by the link."""
     disk_reads: int = 0

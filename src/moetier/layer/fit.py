@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moetier import machine
 from moetier.errors import SettingsError
+from moetier.residency import Part
 from moetier.settings import Settings
 from moetier.store.store import Store
 
@@ -41,16 +42,17 @@ def reserve_of(limit: int) -> int:
     return min(20 * GIB, limit // 8)
 
 
-def budget(settings: Settings, store: Store, layers: int, other: int) -> Budget:
+def budget(settings: Settings, store: Store, layers: int, other: int, ranks: int = 1) -> Budget:
     """Memory of this machine against `layers` layers of this store.
 
-    other: bytes of dense weights, KV cache and engine.
+    other: bytes of dense weights, KV cache and engine, of one rank. ranks: processes that share this machine, each with
+    its part of every record; the budget is that of one.
     """
     memory = machine.memory()
-    stride = store.layout.stride
+    stride = max(Part(store.manifest.layer_geometry, rank, ranks).room for rank in range(ranks))
     return Budget(
-        available=memory.available,
-        reserve=reserve_of(memory.limit),
+        available=memory.available // ranks,
+        reserve=reserve_of(memory.limit) // ranks,
         other=other + settings.staging_records * stride,
         layers=layers,
         experts=store.manifest.layer_geometry.experts,
@@ -58,9 +60,9 @@ def budget(settings: Settings, store: Store, layers: int, other: int) -> Budget:
     )
 
 
-def records_that_fit(settings: Settings, store: Store, layers: int, other: int = 0) -> int:
+def records_that_fit(settings: Settings, store: Store, layers: int, other: int = 0, ranks: int = 1) -> int:
     """Records per layer to keep in DRAM as the settings ask; SettingsError if they do not fit, saying what does."""
-    room = budget(settings, store, layers, other)
+    room = budget(settings, store, layers, other, ranks)
     asked = settings.records_of(room.experts)
     return choose(asked, room)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from moetier.kernels.cpu import CpuExperts, ThreadPool
@@ -59,6 +60,7 @@ class TieredModel:
             trace=TraceWriter(settings.record_trace, header) if settings.record_trace and rank == 0 else None,
         )
         self._attached: dict[int, TieredLayer] = {}
+        self._at_close: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._saver = threading.Thread(target=self._save_heat_now_and_then, name="moetier-heat", daemon=True)
         self._saver.start()
@@ -89,12 +91,19 @@ class TieredModel:
         return self._attached[index]
 
     @property
+    def attached(self) -> tuple[int, ...]:
+        """Indices of the layers that are served: the drafter's only where it is used."""
+        return tuple(i for i, counted in enumerate(self.layer_counters) if i in self._attached or counted.calls)
+
+    @property
     def counters(self) -> Counters:
         """What all layers did together."""
         return Counters.total(self.layer_counters)
 
     def save_heat(self) -> None:
-        """Write heat; a disk that does not take it costs a warning, never the service."""
+        """Write heat, which is the same on every rank; a disk that does not take it costs a warning, no more."""
+        if self.part.rank:
+            return
         try:
             self.heat.save(self.settings.heat_path)
         except OSError as error:
@@ -104,11 +113,17 @@ class TieredModel:
         while not self._stop.wait(self.settings.heat_save_seconds):
             self.save_heat()
 
+    def at_close(self, last: Callable[[], None]) -> None:
+        """Call `last` when the model is closed, before anything ends."""
+        self._at_close.append(last)
+
     def close(self) -> None:
         """Save heat and end every thread; the layers cannot be called any more."""
         if self._stop.is_set():
             return
         self._stop.set()
+        for last in self._at_close:
+            last()
         self._saver.join()
         self.save_heat()
         self.reader.close()

@@ -119,7 +119,7 @@ class TieredLayer:
                     for i in range(first, end):
                         pinned[experts[i]] = False
                         if i in reads:
-                            self._counters.dram_fills += not reads[i].staged
+                            self._counters.dram_fills += self._context.real and not reads[i].staged
                             self.fetcher.settle(reads.pop(i))
                     first = end
                 elif not ready.size:

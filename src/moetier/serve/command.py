@@ -18,6 +18,10 @@ SMALL_MACHINE = 4
 """Up to this many CPUs, none is kept free: the HTTP frontend shares them, since it works while the engine waits."""
 
 
+CPU_WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
+GPU_WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
+
+
 @dataclass(frozen=True)
 class ServeRequest:
     """What `moetier serve` was asked for. `records` is decided: records per layer in DRAM."""
@@ -63,6 +67,7 @@ def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
         *("--host", request.host, "--port", str(request.port)),
         *("--shutdown-timeout", str(request.drain_seconds)),
         "--enforce-eager",
+        *("--worker-cls", CPU_WORKER if on_cpu else GPU_WORKER),
     ]
     if on_cpu:
         command += ["--kv-cache-memory-bytes", str(int(request.kv_cache_gib * GIB))]
@@ -76,10 +81,13 @@ def served_name(request: ServeRequest) -> str:
 
 def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[str, str]) -> dict[str, str]:
     """Environment of the server process; what the user set in it stays."""
+    ranks = tensor_parallel_size(request.extra)
     ours = {
         # OpenMP's threads wait for each other by spinning; passive, they leave the CPUs to the experts' threads.
         "OMP_WAIT_POLICY": "passive",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(cpu) for cpu in compute_cpus(cpus)),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+            ",".join(map(str, cpus_of_rank(compute_cpus(cpus), rank, ranks))) for rank in range(ranks)
+        ),
     }
     if not request.usage_stats:
         ours |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -90,6 +98,25 @@ def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[s
 def compute_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     """CPUs of attention and experts alike, which take turns; the first of a larger machine is the frontend's."""
     return tuple(cpus) if len(cpus) <= SMALL_MACHINE else tuple(cpus[1:])
+
+
+def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
+    """The CPUs of a rank: neighbours, equally many but for one; shared where there are fewer than ranks."""
+    if len(cpus) < ranks:
+        return (cpus[rank % len(cpus)],)
+    return tuple(cpus[rank * len(cpus) // ranks : (rank + 1) * len(cpus) // ranks])
+
+
+def tensor_parallel_size(extra: Sequence[str]) -> int:
+    """What vLLM's arguments ask for; SettingsError where that is no number."""
+    found = "1"
+    for position, argument in enumerate(extra):
+        name, equals, value = argument.partition("=")
+        if name in ("-tp", "--tensor-parallel-size"):
+            found = value if equals else "".join(extra[position + 1 : position + 2])
+    if not (found.isdecimal() and int(found)):
+        raise SettingsError(f"--tensor-parallel-size: expected a number of ranks, found {found!r}")
+    return int(found)
 
 
 def url_from_here(request: ServeRequest) -> str:

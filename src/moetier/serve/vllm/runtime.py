@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing.util
+import time
 from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
+from moetier import machine
 from moetier.errors import SettingsError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
+from moetier.layer.selfcheck import self_check
+from moetier.residency import Part, Step
+from moetier.serve.agreement import Facts, agree
+from moetier.serve.command import cpus_of_rank
+from moetier.serve.counting import Publisher
 from moetier.serve.failure import reported
 from moetier.serve.vllm.plugin import NAME
+from moetier.serve.vllm.ranks import gather, place
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.store import Store
@@ -39,24 +47,80 @@ def tiered_model(vllm_config: Any) -> TieredModel:
 
 
 def _open(settings: Settings, vllm_config: Any) -> TieredModel:
-    checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
-    store = Store.open(settings.store, checkpoint_identity=checkpoint.identity())
-    drafts = vllm_config.speculative_config is not None
-    layers = sum(drafts or layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
-    records = records_that_fit(settings, store, layers)
+    rank, ranks = place()
+    opened: list[tuple[Checkpoint, Store]] = []
+
+    def say() -> tuple[Facts, int]:
+        checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
+        store = Store.open(settings.store, checkpoint_identity=checkpoint.identity())
+        Part(store.manifest.layer_geometry, rank, ranks)
+        drafts = vllm_config.speculative_config is not None
+        layers = sum(drafts or layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
+        opened.append((checkpoint, store))
+        return Facts.of(settings, store, layers), records_that_fit(settings, store, layers, ranks=ranks)
+
+    records = agree(say, gather)
+    ((checkpoint, store),) = opened
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    tiers = TieredModel(settings, store, records, max_tokens, checkpoint)
+    own = _of_rank(settings, rank, ranks)
+    tiers = TieredModel(own, store, records, max_tokens, checkpoint, rank, ranks)
+    if settings.counters_folder is not None:
+        tiers.at_close(Publisher(tiers, settings.counters_folder).close)
     # Processes that multiprocessing starts run these finalizers at their end, but no atexit functions.
     multiprocessing.util.Finalize(None, tiers.close, exitpriority=100)
     logger.info(
-        "moetier: %d of %d records of each layer in DRAM, CPU kernels %s on %d threads, disk reads %s",
+        "moetier: rank %d of %d, %d of %d records of each layer in DRAM, CPU kernels %s on %d threads, disk reads %s",
+        rank,
+        ranks,
         records,
         store.manifest.layer_geometry.experts,
         tiers.kernel.isa,
         tiers.pool.threads,
         "direct" if tiers.reader.direct else "through the page cache",
     )
+    _check_identity(tiers)
     return tiers
+
+
+def _of_rank(settings: Settings, rank: int, ranks: int) -> Settings:
+    """The settings with this rank's share of the CPUs and threads."""
+    if ranks == 1:
+        return settings
+    if settings.record_calls is not None:
+        raise SettingsError("record_calls: a rank's output is a part of a layer's; record with one rank")
+    threads = settings.threads and max(1, settings.threads // ranks)
+    cpus = cpus_of_rank(settings.cpus or machine.allowed_cpus(), rank, ranks)
+    return settings.model_copy(update={"cpus": cpus, "threads": threads})
+
+
+def _check_identity(tiers: TieredModel) -> None:
+    begun = time.monotonic()
+    checked = self_check(tiers, tiers.settings.identity_check)
+    logger.info(
+        "moetier: identity check, %d calls, %d comparisons over %d paths in %.1f s: 0 differ",
+        checked.calls,
+        checked.comparisons,
+        len(checked.paths),
+        time.monotonic() - begun,
+    )
+
+
+def warm_up() -> None:
+    """What runs from now until `begin_step` is no traffic."""
+    for model in _models.values():
+        model.context.real = False
+
+
+def begin_step(step: Step) -> None:
+    """The engine is about to run a step."""
+    for model in _models.values():
+        model.context.step = step
+        model.context.real = True
+
+
+def ranks() -> int:
+    """Ranks that the models of this process are spread over."""
+    return max((model.part.ranks for model in _models.values()), default=1)
 
 
 def close_all() -> None:

@@ -54,8 +54,8 @@ def _parallelism(layer: RoutedExperts) -> list[str]:
         problems.append("expert parallelism is not served: moetier places experts itself")
     if getattr(parallel, "enable_eplb", False):
         problems.append("EPLB is not served: moetier places experts itself")
-    if parallel.tp_size > 1 or parallel.dp_size > 1:
-        problems.append("tensor and data parallelism are not served yet; start with one rank")
+    if parallel.dp_size > 1:
+        problems.append("data parallelism is not served: start one server a replica")
     return problems
 
 

@@ -1,0 +1,180 @@
+"""`moetier trace`: record which experts real traffic routes to, look at it, and try slots and policies on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moetier.cli import serve
+from moetier.errors import SettingsError
+from moetier.eval.ask import Server, evaluate
+from moetier.eval.items import load_set
+from moetier.residency import POLICIES
+from moetier.residency.heat import Heat
+from moetier.residency.simulate import Plan, Scores, simulate
+from moetier.residency.trace import Trace
+from moetier.serve.command import ServeRequest, served_name, url_from_here
+from moetier.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help="Routing traces: record them from traffic, show and simulate them.")
+console = Console()
+
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A routing trace.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+
+
+@app.command("record", context_settings={"allow_extra_args": True})
+def record(
+    context: typer.Context,
+    model: serve.Model,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="The new file.")],
+    store: serve.StoreFolder,
+    sets: Annotated[Path, typer.Option(help="Folder of evaluation sets, whose items are asked.")] = Path("models/eval"),
+    task: Annotated[list[str] | None, typer.Option(help="A set to ask; repeat it for more (default: all).")] = None,
+    items: Annotated[int, typer.Option(min=1, help="The most items of each set.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
+    dram_records: Annotated[str, typer.Option(help="As for `moetier serve`; it does not change the trace.")] = "auto",
+) -> None:
+    """Serve MODEL, ask the items of evaluation sets, write the trace, end. What follows `--` goes to vLLM.
+
+    To record other traffic, use `moetier serve --record TRACE`.
+    """
+    paths = [sets / f"{name}.jsonl" for name in task] if task else sorted(sets.glob("*.jsonl"))
+    if not paths:
+        raise SettingsError(f"{sets}: expected evaluation sets, *.jsonl, found none; name their folder with --sets")
+    questions = [item for path in paths for item in load_set(path)[:items]]
+    settings = Settings.parse({"store": store, "dram_records": dram_records, "record_trace": trace})
+    request = ServeRequest(
+        model=model,
+        settings=settings,
+        port=_free_port(),
+        log_file=trace.with_name(f"{trace.name}.log"),
+        extra=tuple(context.args),
+    )
+
+    def ask() -> None:
+        server = Server(f"{url_from_here(request)}/v1", served_name(request), max_tokens=max_tokens)
+        evaluate(server, questions, concurrency)
+        os.kill(os.getpid(), signal.SIGINT)  # as a person would end the server
+
+    serve.start(request, on_ready=ask)
+    show(trace)
+
+
+@app.command("show")
+def show(trace: TraceFile, as_json: Json = False) -> None:
+    """Print what a trace holds."""
+    opened = Trace.open(trace)
+    calls = tokens = steps = prefill = 0
+    for step in opened.steps():
+        steps += 1
+        prefill += step[0].step.prefill
+        calls += len(step)
+        tokens += max(call.ids.shape[0] for call in step)
+    report: dict[str, Any] = {
+        **asdict(opened.header),
+        "steps": steps,
+        "steps_with_a_prompt": prefill,
+        "layer_calls": calls,
+        "tokens": tokens,
+        "bytes": trace.stat().st_size,
+    }
+    if as_json:
+        print(json.dumps(report))
+        return
+    for name, value in report.items():
+        print(f"{name.replace('_', ' '):22} {value}")
+
+
+@app.command("simulate")
+def simulate_trace(
+    trace: TraceFile,
+    slots: Annotated[
+        list[str] | None, typer.Option(help="Slots of each layer: a number or a share such as 25%; may be repeated.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(POLICIES)}; may be repeated.")] = None,
+    resident: Annotated[
+        str, typer.Option(help="How many of the slots are fixed by heat: a number, or a share of the slots.")
+    ] = "0",
+    fills: Annotated[int | None, typer.Option(min=0, help="The most copies after a step (default: no limit).")] = None,
+    learn: Annotated[float, typer.Option(help="Share of the steps that only teaches, 0 to below 1.")] = 0.2,
+    heat: Annotated[Path | None, typer.Option(help="Heat file that teaches instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay TRACE against slots and policies. A step is scored before anything is learnt from it."""
+    opened = Trace.open(trace)
+    header = opened.header
+    counts = None if heat is None else _heat(heat, opened)
+    rows = []
+    for size in slots or ["25%"]:
+        wanted = _number("--slots", size, header.experts)
+        for name in policy or list(POLICIES):
+            plan = Plan(wanted, name, _number("--resident", resident, wanted), fills, learn)
+            rows.append((plan, simulate(opened, plan, None if counts is None else counts.copy())))
+    if as_json:
+        print(json.dumps({"trace": asdict(header), "runs": [_row(plan, scores) for plan, scores in rows]}))
+    else:
+        _print(rows, header.experts)
+
+
+def _row(plan: Plan, scores: Scores) -> dict[str, Any]:
+    return {**asdict(plan), "decode": scores.decode.summary(), "prefill": scores.prefill.summary()}
+
+
+def _print(rows: list[tuple[Plan, Scores]], experts: int) -> None:
+    table = Table(title="decode; the last column: steps with a prompt in them", title_justify="left")
+    for name in ("slots", "policy", "hit rate", "misses/step", "layers with a miss", "fills/step", "hit rate"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for plan, scores in rows:
+        decode = scores.decode
+        table.add_row(
+            f"{plan.slots} of {experts}" + (f", {plan.resident} resident" if plan.resident else ""),
+            plan.policy,
+            f"{decode.hit_rate:.1%}",
+            f"{decode.misses_per_step:.2f}",
+            f"{decode.layers_with_miss_per_step:.2f}",
+            f"{decode.fills / max(decode.steps, 1):.2f}",
+            f"{scores.prefill.hit_rate:.1%}",
+        )
+    console.print(table)
+
+
+def _number(option: str, text: str, whole: int) -> int:
+    """A number, or a share of `whole`."""
+    share = text.removesuffix("%")
+    try:
+        value = int(whole * float(share) / 100) if share != text else int(text)
+    except (ValueError, OverflowError):
+        value = -1
+    if not 0 <= value <= whole:
+        raise SettingsError(f"{option}: expected a number from 0 to {whole}, or a share such as 25%, found {text!r}")
+    return value
+
+
+def _heat(path: Path, trace: Trace) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Counts of a heat file; SettingsError where it is none of the traced model."""
+    header = trace.header
+    counts = Heat.load(path, header.layers, header.experts, header.identity).counts
+    if not counts.any():
+        raise SettingsError(
+            f"{path}: expected a heat file of the model that was traced, found none that can be used; name heat.json "
+            "in its store"
+        )
+    return counts
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
