@@ -7,6 +7,7 @@ compute together.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -26,7 +27,8 @@ class Facts:
     version: str
     contract: str
     settings: str
-    checkpoint: str
+    weights: str
+    """Hash of every record's checksums."""
     geometry: str
     """Of the store, its slices included."""
     layers: int
@@ -34,11 +36,12 @@ class Facts:
     @classmethod
     def of(cls, settings: Settings, store: Store, layers: int) -> Facts:
         manifest = store.manifest
+        weights = hashlib.sha256("".join(layer.sums_sha256 for layer in manifest.layers).encode()).hexdigest()
         return cls(
             __version__,
             manifest.contract,
             settings.model_dump_json(exclude=set(OWN)),
-            manifest.checkpoint.identity,
+            weights,
             f"{manifest.geometry.model_dump_json()} slices {manifest.slices}",
             layers,
         )
