@@ -96,6 +96,7 @@ def test_all_fine(found: Machine) -> None:
         (machine(gpus=(), unusable_gpus=("0000:65:00.0 (0x10de 0x2b85)",)), "gpu", BROKEN, "0000:65:00.0"),
         (machine(gpus=(gpu(compute_capability="6.1"),)), "gpu 0", BROKEN, "7.5"),
         (machine(gpus=(gpu(pcie_width_now=4, pcie_generation=3),)), "gpu 0", SLOW, "PCIe 3 x4"),
+        (machine(gpus=(gpu(pcie_width_now=8),)), "gpu 0", SLOW, "x8 of x16"),
         (machine(gpus=(gpu(free_bytes=GIB),)), "gpu 0", SLOW, "31.0 of 32.0 GiB"),
         (machine(gpus=(gpu(), gpu(index=1))), "gpu", SLOW, "devices 0, 1"),
         (machine(software={"torch": "2.13.0+cpu"}), "gpu", BROKEN, "torch 2.13.0+cpu"),

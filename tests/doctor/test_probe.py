@@ -16,7 +16,7 @@ from moetier.doctor.probe import disk as disk_probe
 from moetier.doctor.probe.cpu import probe_cpu, probe_numa
 from moetier.doctor.probe.disk import probe_disk, probe_io_uring
 from moetier.doctor.probe.files import cpu_list
-from moetier.doctor.probe.gpu import unusable_gpus, visible_devices
+from moetier.doctor.probe.gpu import bus_facts, unusable_gpus, visible_devices
 from moetier.doctor.probe.memory import probe_memory
 from moetier.errors import SettingsError
 from tests.doctor.machines import bare, cpu_files, write
@@ -303,6 +303,33 @@ def test_devices_without_a_driver(tmp_path: Path) -> None:
     assert unusable_gpus(0, tmp_path) == ("0000:65:00.0 (0x10de 0x2b85)",)
     assert unusable_gpus(1, tmp_path) == ()
     assert unusable_gpus(0, tmp_path / "nowhere") == ()
+
+
+def test_a_card_in_a_slot_of_an_older_board(tmp_path: Path) -> None:
+    at = "sys/devices/pci0000:60/0000:60:01.1"
+    write(
+        tmp_path,
+        {
+            f"{at}/max_link_speed": "16.0 GT/s PCIe\n",
+            f"{at}/max_link_width": "16\n",
+            f"{at}/0000:65:00.0/max_link_speed": "32.0 GT/s PCIe\n",
+            f"{at}/0000:65:00.0/max_link_width": "16\n",
+            f"{at}/0000:65:00.0/current_link_speed": "2.5 GT/s PCIe\n",
+            f"{at}/0000:65:00.0/current_link_width": "8\n",
+            f"{at}/0000:65:00.0/numa_node": "-1\n",
+        },
+    )
+    devices = tmp_path / "sys/bus/pci/devices"
+    devices.mkdir(parents=True)
+    (devices / "0000:65:00.0").symlink_to(tmp_path / at / "0000:65:00.0")
+    assert bus_facts(tmp_path, "0000:65:00.0") == {
+        "pcie_generation": 4,
+        "pcie_width": 16,
+        "pcie_generation_now": 1,
+        "pcie_width_now": 8,
+        "numa_node": None,
+    }
+    assert set(bus_facts(tmp_path, "0000:01:00.0").values()) == {None}
 
 
 # -- this machine ----------------------------------------------------------------------------------------------------

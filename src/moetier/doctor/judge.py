@@ -174,6 +174,13 @@ def _gpu(gpu: Gpu) -> Iterator[Finding]:
             text=f"PCIe {gpu.pcie_generation} x{_width(gpu)} carries at most {link / 1e9:.1f} GB/s",
             remedy="move the card to a slot of full width, or take out risers and cards that share its lanes",
         )
+    elif gpu.pcie_width_now is not None and gpu.pcie_width is not None and gpu.pcie_width_now < gpu.pcie_width:
+        yield Finding(
+            about=about,
+            verdict=SLOW,
+            text=f"its link runs at x{gpu.pcie_width_now} of x{gpu.pcie_width}",
+            remedy="seat the card anew; look for a riser, or for cards and disks that share its lanes",
+        )
     if gpu.free_bytes is not None and gpu.free_bytes < 0.9 * gpu.memory_bytes:
         yield Finding(
             about=about,

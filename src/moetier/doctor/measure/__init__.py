@@ -28,12 +28,12 @@ def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda
     """
     stride = RecordLayout.of(parse_shape(shape)).stride
     cpu = machine.cpu
+    report(f"copies of {len(machine.gpus)} devices")  # first: this is what a wrong build of torch cannot do
+    links = measure_links(machine.gpus)
     report(f"reading DRAM with 1 to {len(cpu.allowed)} threads")
     dram = measure_dram(cpu)
     report(f"the CPU kernel, {cpu.threads} threads, shape {shape}")
     kernel = measure_kernel(shape, cpu.threads)
-    report(f"copies of {len(machine.gpus)} devices")
-    links = measure_links(machine.gpus)
     if machine.disk:
         report(f"reading records of {stride / 1e6:.1f} MB from {machine.disk.path}")
     return Rates(

@@ -9,7 +9,7 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from moetier import machine
 from moetier.doctor.facts import Gpu
@@ -18,7 +18,20 @@ from moetier.doctor.probe.files import number, text
 NVIDIA = "0x10de"
 DISPLAY_CLASSES = ("0x0300", "0x0302")
 """PCI classes of VGA and of 3D controllers."""
-P2P_OK = 0
+PCIE_GENERATIONS = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
+"""By GT/s."""
+P2P_READ, P2P_OK = 0, 0
+"""NVML's numbers for reads between devices and for "they work": the bindings' own constant for the first is a tuple."""
+
+
+class BusFacts(TypedDict):
+    """Fields of `Gpu` that the kernel knows."""
+
+    pcie_generation: int | None
+    pcie_width: int | None
+    pcie_generation_now: int | None
+    pcie_width_now: int | None
+    numa_node: int | None
 
 
 def probe_gpus(root: Path = machine.ROOT) -> tuple[Gpu, ...]:
@@ -29,7 +42,7 @@ def probe_gpus(root: Path = machine.ROOT) -> tuple[Gpu, ...]:
             return tuple(_from_nvml(nvml, root))
         finally:
             nvml.nvmlShutdown()
-    return tuple(_from_torch())
+    return tuple(_from_torch(root))
 
 
 def unusable_gpus(usable: int, root: Path = machine.ROOT) -> tuple[str, ...]:
@@ -80,8 +93,7 @@ def _from_nvml(nvml: Any, root: Path) -> Iterator[Gpu]:
             peers=tuple(
                 other
                 for other, peer in enumerate(visible)
-                if other != index
-                and _ask(nvml, "nvmlDeviceGetP2PStatus", handle, peer, nvml.NVML_P2P_CAPS_INDEX_READ) == P2P_OK
+                if other != index and _ask(nvml, "nvmlDeviceGetP2PStatus", handle, peer, P2P_READ) == P2P_OK
             ),
         )
 
@@ -89,7 +101,7 @@ def _from_nvml(nvml: Any, root: Path) -> Iterator[Gpu]:
 def _numa_node(root: Path, bus_id: str) -> int | None:
     """Of the host's memory next to the device; NVML writes eight digits of the domain, the kernel four."""
     domain, _, rest = bus_id.lower().partition(":")
-    return number(root / f"sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node")
+    return bus_facts(root, f"{domain[-4:]}:{rest}")["numa_node"]
 
 
 def _ask(nvml: Any, name: str, *arguments: Any) -> int | None:
@@ -123,8 +135,8 @@ def visible_devices(uuids: list[str], environment: Mapping[str, str]) -> list[in
     return found
 
 
-def _from_torch() -> Iterator[Gpu]:
-    """Without NVML's bindings: no link, no NUMA node, but all that a plan needs at least."""
+def _from_torch(root: Path) -> Iterator[Gpu]:
+    """Without NVML's bindings: the bus tells of the link what it knows."""
     try:
         import torch
     except ImportError:
@@ -144,4 +156,32 @@ def _from_torch() -> Iterator[Gpu]:
             peers=tuple(
                 other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)
             ),
+            **bus_facts(root, _address(properties)),
         )
+
+
+def _address(properties: Any) -> str:
+    """Of the device on the bus, in the kernel's form; older builds do not tell."""
+    if not hasattr(properties, "pci_domain_id"):
+        return "unknown"
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def bus_facts(root: Path, address: str) -> BusFacts:
+    """What the kernel tells: the least of the device and the port above it is what both can reach."""
+    device = (root / "sys/bus/pci/devices" / address).resolve()
+    widths = [number(folder / "max_link_width") for folder in (device, device.parent)]
+    generations = [_generation(folder / "max_link_speed") for folder in (device, device.parent)]
+    return {
+        "pcie_generation": min((found for found in generations if found), default=None),
+        "pcie_width": min((found for found in widths if found), default=None),
+        "pcie_generation_now": _generation(device / "current_link_speed"),
+        "pcie_width_now": number(device / "current_link_width"),
+        "numa_node": number(device / "numa_node"),
+    }
+
+
+def _generation(path: Path) -> int | None:
+    """Of a speed such as "16.0 GT/s PCIe"."""
+    words = (text(path) or "").split()
+    return PCIE_GENERATIONS.get(words[0].removesuffix(".0")) if words else None
