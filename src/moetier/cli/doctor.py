@@ -66,7 +66,7 @@ def _show(found: Machine, console: Console) -> None:
         if finding.remedy:
             console.print(f"    remedy: {escape(finding.remedy)}", highlight=False, soft_wrap=True)
     if found.support:
-        console.print("[bold]support[/] (docs/doctor.md has where each answer comes from, --json too)", highlight=False)
+        console.print("[bold]support[/] (--json has the sources)", highlight=False)
     for support in found.support:
         on = "" if support.device == CPU else f" on compute capability {support.device or '?'}"
         colour = ANSWERS[support.answer]
