@@ -79,7 +79,7 @@ def check_folder(folder: Path, root: Path | None = None) -> tuple[list[Result], 
         elif sums[name] != hashlib.sha256(path.read_bytes()).hexdigest():
             wrong.append(f"{path}: not the file that was listed in {SUMS}: restore it from the history")
         if result is not None:
-            expected = result.name if not name.startswith("imported/") else imported_name(result)
+            expected = imported_name(result) if result.origin == "prove" else result.name
             wrong += [f"{path}: by its content it belongs to {expected}"] if name != expected else []
             wrong += [f"{path}: {text}" for text in _against_history(result, root, name)] if root else []
             if not wrong:

@@ -29,6 +29,9 @@ FEWEST_SAMPLES = 5
 """Fewer samples of a speed give no interval worth the name."""
 SPEED_GATE = 0.05
 RESAMPLES = 9999
+PARTS = ("quality", "speed")
+NOT_SPEED = ("quality.", "soak.", "boot.", "mixed.failed", "coding.same_again")
+"""Cells that are judged otherwise, or that a run has one sample of."""
 
 
 class Verdict(IntEnum):
@@ -71,9 +74,7 @@ class Comparison:
         return {**asdict(self), "lines": lines, "verdict": self.verdict.name.lower()}
 
 
-def compare(
-    a: Result, b: Result, speed_gate: float = SPEED_GATE, parts: Sequence[str] = ("quality", "speed")
-) -> Comparison:
+def compare(a: Result, b: Result, speed_gate: float = SPEED_GATE, parts: Sequence[str] = PARTS) -> Comparison:
     """Compare everything that both measured, or the named parts of it."""
     lines: list[Line] = []
     only_a: tuple[str, ...] = ()
@@ -93,10 +94,9 @@ def quality(a: Sequence[Answer], b: Sequence[Answer]) -> tuple[list[Line], tuple
     if not keys:
         return [Line("quality", Verdict.UNPROVEN, "no item that both answered")], (), ()
     whole = paired.compare(Report({}, tuple(a)), Report({}, tuple(b)))
-    lines, only_a, only_b = [], (), ()
-    for task in whole.tasks[-1:]:  # all tasks together
-        only_a, only_b = task.only_a, task.only_b
-        lines.append(_mcnemar(task))
+    together = whole.tasks[-1:]
+    lines = [_mcnemar(task) for task in together]
+    only_a, only_b = (together[0].only_a, together[0].only_b) if together else ((), ())
     lines += [_loss(texts) for texts in whole.texts]
     for name in dict.fromkeys(x.task for x in a if x.nats is None):
         of_a = {x.id: x for x in a if x.task == name and not x.skipped}
@@ -153,7 +153,7 @@ def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
     of_a, of_b = a.cells, b.cells
     for name, one in of_a.items():
         other = of_b.get(name)
-        if other is None or one.better is None or name.startswith(("quality.", "soak.", "mixed.failed")):
+        if other is None or one.better is None or name.startswith(NOT_SPEED):
             continue
         if one.value is None and other.value is None:
             continue

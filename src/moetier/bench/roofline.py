@@ -15,7 +15,7 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
     """A logarithmic axis from `low` to `high` over the pixels `start` to `end`."""
 
     low: float
@@ -43,8 +43,8 @@ def roofline_svg(result: dict[str, Any]) -> str:
         series.setdefault((row["isa"], row["threads"]), []).append(row)
     intensities = [row["gops"] / row["gbps"] for row in result["rows"]]
     speeds = [row["gops"] for row in result["rows"]] + [row["peak_gops"] for row in result["rows"]]
-    x = _Axis(min(intensities) / 1.5, max(intensities) * 1.5, LEFT, WIDTH - RIGHT)
-    y = _Axis(min(speeds) / 2, max(speeds) * 1.5, HEIGHT - BOTTOM, TOP)
+    x = Axis(min(intensities) / 1.5, max(intensities) * 1.5, LEFT, WIDTH - RIGHT)
+    y = Axis(min(speeds) / 2, max(speeds) * 1.5, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {FONT}>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
@@ -66,7 +66,7 @@ def _title(result: dict[str, Any]) -> str:
     return f"One layer call, {size}, top-{shape['top_k']}: {result['machine']['cpu']}"
 
 
-def _axes(x: _Axis, y: _Axis) -> Iterator[str]:
+def _axes(x: Axis, y: Axis) -> Iterator[str]:
     for tick in x.ticks():
         at = x.at(tick)
         yield f'<path d="M{at:.1f} {y.start}V{y.end}" stroke="#eee"/>'
@@ -83,7 +83,7 @@ def _axes(x: _Axis, y: _Axis) -> Iterator[str]:
     )
 
 
-def _roof(rows: list[dict[str, Any]], x: _Axis, y: _Axis, colour: str) -> Iterator[str]:
+def _roof(rows: list[dict[str, Any]], x: Axis, y: Axis, colour: str) -> Iterator[str]:
     """Memory's slope up to the ridge, arithmetic's ceiling after it."""
     read, peak = max(row["read_gbps"] for row in rows), max(row["peak_gops"] for row in rows)
     ridge = min(max(peak / read, x.low), x.high)
@@ -93,7 +93,7 @@ def _roof(rows: list[dict[str, Any]], x: _Axis, y: _Axis, colour: str) -> Iterat
     yield f'<path d="M{path}" stroke="{colour}" fill="none" stroke-dasharray="5 3"/>'
 
 
-def _points(rows: list[dict[str, Any]], x: _Axis, y: _Axis, colour: str) -> Iterator[str]:
+def _points(rows: list[dict[str, Any]], x: Axis, y: Axis, colour: str) -> Iterator[str]:
     for row in rows:
         across, up = x.at(row["gops"] / row["gbps"]), y.at(row["gops"])
         yield f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{colour}"/>'

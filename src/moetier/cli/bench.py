@@ -21,8 +21,6 @@ Root = Annotated[Path, typer.Option("--root", help="The checkout with recipes/, 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the results (default: results/ of the checkout).")]
 HERE = Path()
-UNPROVEN = 3
-"""Exit code of a comparison that proves neither; 1 is a regression."""
 
 
 def wanted() -> None:
@@ -181,6 +179,73 @@ def check(
         results, found = check_folder(root / "results", root)
         count = len(results)
     _findings(found, f"{count} results, all as they were measured", as_json)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A result: the baseline.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another: the candidate.")],
+    only: Annotated[list[str] | None, typer.Option(help="quality or speed; repeat for both (the default).")] = None,
+    speed_gate: Annotated[float, typer.Option(min=0, max=1, help="The loss of speed that is let pass.")] = 0.05,
+    as_json: Json = False,
+) -> None:
+    """Judge B against A; exit 0: no worse, 1: a regression, 3: unproven (too few items or samples)."""
+    wanted()
+    from moetier.bench.check import check_file
+    from moetier.bench.compare import PARTS, Verdict
+    from moetier.bench.compare import compare as judged
+
+    if unknown := sorted(set(only or ()) - set(PARTS)):
+        raise BenchError(f"--only {', '.join(unknown)}: expected {' or '.join(PARTS)}")
+    (one, wrong_a), (other, wrong_b) = check_file(a), check_file(b)
+    if one is None or other is None or wrong_a or wrong_b:
+        raise BenchError("; ".join((*wrong_a, *wrong_b)))
+    found = judged(one, other, speed_gate, only or PARTS)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+    else:
+        table = Table("", "verdict", "evidence")
+        for line in found.lines:
+            table.add_row(line.about, line.verdict.name.lower(), line.text)
+        Console().print(table)
+        for name, items in (("A", found.only_a), ("B", found.only_b)):
+            typer.echo(f"only {name} is right: {', '.join(items) or 'nowhere'}")
+        typer.echo(f"{found.same_answers}\n{found.verdict.name.lower()}")
+    if found.verdict is not Verdict.PASS:
+        raise typer.Exit(int(found.verdict))
+
+
+@app.command()
+def render(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a rendered file differs.")] = False,
+    root: Root = HERE,
+) -> None:
+    """Write docs/benchmarks/ and the README's marked block from results/ and nothing else."""
+    wanted()
+    from moetier.bench import render as rendering
+
+    files = rendering.outputs(root.resolve(), root.resolve() / "results")
+    if check:
+        _findings(rendering.drift(files, root.resolve()), f"{len(files)} files are what the results give", False)
+        return
+    for path in rendering.write(files):
+        typer.echo(str(path))
+
+
+@app.command()
+def report(
+    result: Annotated[Path, typer.Argument(help="A result.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.html", help="The page to write.")],
+) -> None:
+    """Write one result as a single HTML page that needs no network."""
+    wanted()
+    from moetier.bench.check import check_file
+    from moetier.bench.page import page
+
+    found, wrong = check_file(result)
+    if found is None or wrong:
+        raise BenchError("; ".join(wrong))
+    out.write_text(page(found))
 
 
 def _findings(found: list[str], fine: str, as_json: bool) -> None:

@@ -30,19 +30,22 @@ class Coding(Probe):
         return Raw(trials=tuple([await one(target, f"q{n}", target.endpoint.chat(text, limit)) for n, text in asked]))
 
     def cells(self, raw: Raw) -> list[Cell]:
-        """Speed, TTFT, truncations, whether a repeated question is answered alike, acceptance of drafts."""
+        """Speed of each round, TTFT, truncations, whether the same question is answered alike, drafts accepted."""
         trials = list(raw.trials)
         fault = of_first([first_fault(trial.streams) for trial in trials])
         uncounted = of_first(["the server gives no running usage" if not t.streams[0].tokens else None for t in trials])
-        short = of_first(["an answer came in one chunk" if len(t.streams[0].gaps_us) < 2 else None for t in trials])
-        speed = fault or uncounted or short
+        speed = fault or uncounted
+        rounds = [trials[at : at + len(CODING)] for at in range(0, len(trials), len(CODING))]
+        rates = [] if speed else [after_first(asked) for asked in rounds]
+        if speed is None and 0 in rates:
+            speed = "every answer came in one chunk"
         answers: dict[str, set[str | None]] = {}
         for asked in trials:
             answers.setdefault(asked.label, set()).add(asked.streams[0].digest)
         alike = sum(len(digests) == 1 for digests in answers.values()) / max(1, len(answers))
         once = "each question was asked once" if self.repeats < 2 else None
         return [
-            figure("coding.decode", "tok/s", "higher", [] if speed else [after_first(t) for t in trials], speed),
+            figure("coding.decode", "tok/s", "higher", rates, speed),
             figure("coding.ttft", "s", "lower", [] if fault else [t.streams[0].ttft for t in trials], fault),
             figure("coding.truncated", "answers", None, [sum(t.streams[0].truncated for t in trials)], fault),
             figure("coding.same_again", "share", "higher", [alike], fault or once),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -71,7 +72,7 @@ class Growth(Probe):
         for length in self.lengths:
             trials = raw.labelled(str(length))
             reason = raw.skipped.get(str(length)) or of_first([self._invalid(trial, length) for trial in trials])
-            rates = [] if reason else [after_first(trial) for trial in trials]
+            rates = [] if reason else [after_first([trial]) for trial in trials]
             found.append(figure(f"growth.{length}", "tok/s", "higher", rates, reason))
         return found
 
@@ -82,12 +83,15 @@ class Growth(Probe):
         return invalid(trial, length) or (None if stream.tokens else "the server gives no running usage")
 
 
-def after_first(trial: Trial) -> float:
-    """Tokens a second of the one stream, from its first arrival to its last."""
-    stream = trial.streams[0]
-    assert stream.tokens is not None
-    arrivals = stream.arrivals
-    return sum(stream.tokens[1:]) / (arrivals[-1] - arrivals[0]) if len(arrivals) > 1 else 0.0
+def after_first(trials: Sequence[Trial]) -> float:
+    """Tokens a second of single streams together, each from its first arrival to its last; 0 if all came at once."""
+    tokens, seconds = 0, 0.0
+    for trial in trials:
+        (stream,) = trial.streams
+        assert stream.tokens is not None
+        arrivals = stream.arrivals
+        tokens, seconds = tokens + sum(stream.tokens[1:]), seconds + arrivals[-1] - arrivals[0]
+    return tokens / seconds if seconds > 0 else 0.0
 
 
 def invalid(trial: Trial, length: int) -> str | None:

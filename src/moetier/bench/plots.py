@@ -1,0 +1,94 @@
+"""Line plots of cells as SVG, the same bytes for the same figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from moetier.bench.result import Result
+from moetier.bench.roofline import BOTTOM, COLOURS, FONT, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis
+
+Point = tuple[float, float, float, float]
+"""x, y, and the low and high end of y."""
+
+
+def by_number(result: Result, pattern: str) -> list[Point]:
+    """Valid cells whose name matches a pattern with one number in it."""
+    points = []
+    for name, cell in result.cells.items():
+        match = re.fullmatch(pattern, name)
+        if match and cell.value is not None and cell.low is not None and cell.high is not None:
+            points.append((float(match[1]), cell.value, cell.low, cell.high))
+    return sorted(points)
+
+
+def line_plot(title: str, x_label: str, y_label: str, series: Mapping[str, Sequence[Point]]) -> str | None:
+    """A plot with both axes logarithmic, a line with its range for each series; None without a positive point."""
+    drawn = {name: [p for p in points if min(p) > 0] for name, points in series.items()}
+    drawn = {name: points for name, points in drawn.items() if points}
+    if not drawn:
+        return None
+    every = [point for points in drawn.values() for point in points]
+    x = Axis(min(p[0] for p in every) / 1.2, max(p[0] for p in every) * 1.2, LEFT, WIDTH - RIGHT)
+    y = Axis(min(p[2] for p in every) / 1.3, max(p[3] for p in every) * 1.3, HEIGHT - BOTTOM, TOP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {FONT} role="img">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}</text>',
+        *_frame(x, y, sorted({p[0] for p in every}), x_label, y_label),
+    ]
+    at = float(LEFT)
+    for index, (name, points) in enumerate(drawn.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        parts += _line(points, x, y, colour)
+        parts.append(f'<text x="{at:.0f}" y="38" fill="{colour}">{escape(name)}</text>')
+        at += 7 * len(name) + 24
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _frame(x: Axis, y: Axis, marks: Sequence[float], x_label: str, y_label: str) -> Iterator[str]:
+    """The measured x values are the marks; y has 1, 2, 5 of each decade."""
+    for mark in marks:
+        at = x.at(mark)
+        yield f'<path d="M{at:.1f} {y.start}V{y.end}" stroke="#eee"/>'
+        yield f'<text x="{at:.1f}" y="{y.start + 16}" text-anchor="middle">{mark:g}</text>'
+    for tick in y.ticks():
+        at = y.at(tick)
+        yield f'<path d="M{x.start} {at:.1f}H{x.end}" stroke="#eee"/>'
+        yield f'<text x="{x.start - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>'
+    yield f'<path d="M{x.start} {y.end}V{y.start}H{x.end}" stroke="black" fill="none"/>'
+    yield f'<text x="{(x.start + x.end) / 2}" y="{HEIGHT - 16}" text-anchor="middle">{escape(x_label)}</text>'
+    middle = (y.start + y.end) / 2
+    turned = f'text-anchor="middle" transform="rotate(-90 16 {middle})"'
+    yield f'<text x="16" y="{middle}" {turned}>{escape(y_label)}</text>'
+
+
+def _line(points: Sequence[Point], x: Axis, y: Axis, colour: str) -> Iterator[str]:
+    path = "L".join(f"{x.at(a):.1f} {y.at(b):.1f}" for a, b, _, _ in points)
+    yield f'<path d="M{path}" stroke="{colour}" stroke-width="1.5" fill="none"/>'
+    for a, b, low, high in points:
+        across = x.at(a)
+        yield f'<path d="M{across:.1f} {y.at(low):.1f}V{y.at(high):.1f}" stroke="{colour}"/>'
+        yield f'<circle cx="{across:.1f}" cy="{y.at(b):.1f}" r="3" fill="{colour}"/>'
+
+
+PLOTS = (
+    ("throughput", r"decode\.C(\d+)", "Sustained decode", "streams", "tokens a second"),
+    ("ttft", r"ttft\.(\d+)", "Time to the first token of a cold prompt", "prompt tokens", "seconds"),
+    ("growth", r"growth\.(\d+)", "Decode of one stream behind a context", "tokens of context", "tokens a second"),
+)
+"""Name of the file, cells, title, and the axes."""
+
+
+def plots_of(results: Sequence[Result]) -> dict[str, str]:
+    """SVG by name, of results that share a machine and a suite."""
+    found = {}
+    for name, pattern, title, x_label, y_label in PLOTS:
+        series = {result.recipe.id: by_number(result, pattern) for result in results}
+        where = f"{title}: {results[0].machine.summary}" if results else title
+        svg = line_plot(where, x_label, y_label, series)
+        if svg is not None:
+            found[name] = svg
+    return found
