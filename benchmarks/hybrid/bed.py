@@ -16,6 +16,7 @@ from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu import DeviceExperts
 from moetier.kernels.gpu.base import Sizes
 from moetier.kernels.gpu.hybrid import Costs, HybridPath, LayerTables, pinned
+from moetier.layer.hybrid.rates import measure_costs
 from moetier.residency.arena import Arena
 from moetier.residency.device import DeviceSlots
 from moetier.residency.registered import Registered
@@ -86,26 +87,12 @@ class Bed:
             times.append(start.elapsed_time(end) / 1e3)
         return Rates(dram, source.numel() / statistics.median(times[1:]), self.pool.threads)
 
-    def costs(self, rates: Rates) -> Costs:
-        """As the server derives them from a machine's rates; the arithmetic of a pair is measured."""
-        return Costs.of(self.layout.stride, rates.dram, rates.link, self.pair_ns())
-
-    def pair_ns(self) -> float:
-        """Nanoseconds of the CPU for one more pair of an expert, beyond what its bytes take: 64 against 8 tokens."""
-        from time import perf_counter_ns
-
-        g, times = self.geometry, {}
-        for tokens in (8, TOKENS):
-            x = np.random.default_rng(1).integers(0x3C00, 0x3F80, (tokens, g.hidden), np.uint16)
-            ids = np.tile(np.arange(g.top_k, dtype=np.int32), (tokens, 1))
-            weights, rows = np.ones((tokens, g.top_k), np.float32), np.empty((tokens, g.top_k, g.hidden), np.float32)
-            runs = []
-            for _ in range(7):
-                start = perf_counter_ns()
-                self.kernel.rows(x, ids, weights, self.table(0), rows)
-                runs.append(perf_counter_ns() - start)
-            times[tokens] = statistics.median(runs)
-        return (times[TOKENS] - times[8]) / (g.top_k * (TOKENS - 8))
+    def costs(self) -> Costs:
+        """As a server measures them at its start."""
+        addresses = self.records.numpy().view(np.uint64).ravel()
+        memory = np.frombuffer(memoryview(self.arena._map), np.uint8)
+        records = [torch.from_numpy(self.arena.view(slot)) for slot in range(min(8, self.arena.slots))]
+        return measure_costs(self.kernel, self.pool, addresses, memory, records, torch.empty_like(self.patterns))
 
     def table(self, layer: int) -> np.ndarray:
         return self.records[layer].numpy().view(np.uint64)

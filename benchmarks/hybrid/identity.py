@@ -35,7 +35,7 @@ def check(name: str, g: LayerGeometry, family: Family, share: float, calls: int,
     bed = Bed(g, family, layers)
     resident = max(1, round(share * g.experts * 0.75))
     spare = max(1, round(share * g.experts) - resident)
-    costs = bed.costs(bed.rates())
+    costs = bed.costs()
     hybrid = bed.place([random.Random(i).sample(range(g.experts), resident) for i in range(layers)], spare, costs)
     rng, pick = torch.Generator("cuda").manual_seed(7), random.Random(7)
     differ = torch.zeros((), dtype=torch.int64, device="cuda")

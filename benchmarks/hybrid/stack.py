@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def split(ratio: float) -> Costs:
 def cells(bed: Bed, full: Hybrid, rates: Rates, quick: bool) -> list[dict[str, Any]]:
     """Every share of slots at every M."""
     g, layers, rows = GEOMETRY, bed.count, []
-    zipf, costs = Zipf(bed.count, GEOMETRY.experts), bed.costs(rates)
+    zipf, costs = Zipf(bed.count, GEOMETRY.experts), bed.costs()
     steps = 6 if quick else STEPS
     resident_us = {}
     routes = {tokens: [zipf.ids(tokens, g.top_k) for _ in range(steps)] for tokens in TOKENS}
@@ -147,8 +148,7 @@ def cell(
 def one_miss(bed: Bed, full: Hybrid, rates: Rates) -> list[dict[str, Any]]:
     """M=1: layers without a miss and layers with exactly one, against all-resident and against the limit."""
     g, layers, rows = GEOMETRY, bed.count, []
-    hybrid = bed.place([range(64)] * layers, 0, bed.costs(rates))
-    hybrid.path.set_costs(ALL_CPU)
+    hybrid = bed.place([range(64)] * layers, 0, ALL_CPU)
     rng = np.random.default_rng(3)
 
     def routes(misses: int) -> list[torch.Tensor]:
@@ -164,9 +164,12 @@ def one_miss(bed: Bed, full: Hybrid, rates: Rates) -> list[dict[str, Any]]:
     stack, plain = Stack(layers, 1, hybrid.forward), Stack(layers, 1, full.all_resident)
     none, one = routes(0), routes(1)
     for name, these in (("no miss", none), ("one miss", one), ("two misses", routes(2))):
+        cpu_before = hybrid.mailbox.counts()[1]
         both = [(stack.time_us(ids) / layers, plain.time_us(ids) / layers) for ids in (these[0], *these)][1:]
+        cpu_us = (hybrid.mailbox.counts()[1] - cpu_before) / (len(these) + 1) / layers / 1e3
         hybrid_us, resident_us = (statistics.median(column) for column in zip(*both, strict=True))
         row = {"what": f"M=1, {name}", "us": hybrid_us, "resident_us": resident_us, "more_us": hybrid_us - resident_us}
+        row["cpu_us"] = cpu_us
         if name != "no miss":
             misses = 1 if name == "one miss" else 2
             row["limit_us"] = misses * 1.25 * bed.layout.stride / rates.dram * 1e6 + 12
@@ -177,15 +180,15 @@ def one_miss(bed: Bed, full: Hybrid, rates: Rates) -> list[dict[str, Any]]:
 
 def run(arguments: Namespace) -> list[dict[str, Any]]:
     """Rows of the table."""
-    bed = Bed(GEOMETRY, FAMILY, 4 if arguments.quick else arguments.layers)
+    bed = Bed(GEOMETRY, FAMILY, 4 if arguments.quick else arguments.layers, arguments.threads)
     rates = bed.rates()
-    costs = bed.costs(rates)
+    costs = bed.costs()
     machine = {
         "what": f"{bed.count} layers, record {bed.layout.stride} B",
         "dram_GB_s": rates.dram / 1e9,
         "link_GB_s": rates.link / 1e9,
         "threads": rates.threads,
-        "pair_us": costs.cpu_pair / 1e3,
+        **{f"{key}_us": ns / 1e3 for key, ns in asdict(costs).items()},
     }
     full = bed.place([range(GEOMETRY.experts)] * bed.count, 0, costs)
     rows = [machine, *one_miss(bed, full, rates), *cells(bed, full, rates, arguments.quick)]

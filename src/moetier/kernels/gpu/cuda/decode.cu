@@ -24,13 +24,14 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS)
                int *box_streamed, u8 *slots, size_t stride, size_t bytes) {
   let_next_start();
   const int block = blockIdx.x;
+  const StepCall call = {x,  ids,    weights, pairs, slot_table, records, layer, staging_first, staging, costs,
+                         heat, live, step_ids};
   if (block == 0)
-    plan_step({x, ids, weights, pairs, slot_table, records, layer, staging_first, staging, costs, heat, live, step_ids}, *step,
-              {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
-  else if (block <= streams)
-    stream_records(*step, slots, stride, bytes, block - 1, streams);
-  else
+    plan_step(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
+  else if (block > streams)
     quantize_blocks(x, q, meta, blocks, (block - 1 - streams) * 8);
+  else if (any_miss(call))
+    stream_records(*step, slots, stride, bytes, block - 1, streams);
 }
 #endif
 

@@ -79,6 +79,8 @@ __device__ __forceinline__ uint4 load_host(const uint4 *p) {  // never from a ca
 }
 __device__ __forceinline__ float load_host(const float *p) { return *(const volatile float *)p; }
 
+__device__ __forceinline__ void tally(Step &step, Count count, u64 n) { atomicAdd(&step.counts[count], n); }
+
 // One block. Fills step.table and the list of records to stream; posts the CPU's part. `streams`: blocks that stream.
 __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool streams) {
   __shared__ int count[EXPERTS], missed[EXPERTS], key[EXPERTS], sorted[EXPERTS];
@@ -101,7 +103,7 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
     if (!count[e]) continue;
     int slot = call.slot_table[e];
     step.table[e] = slot;
-    call.heat[e] += count[e];
+    atomicAdd(call.heat + e, u32(count[e]));
     if (slot < 0)
       missed[atomicAdd(&misses, 1)] = e;
     else
@@ -144,13 +146,13 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
     __syncthreads();
   }
   if (thread == 0) {
-    if (streams) {
+    if (streams && n) {
       __threadfence();
       *(volatile int *)&step.planned = 1 + taken;
     }
     step.pending = n > taken;
-    step.counts[LAYERS]++, step.counts[HITS] += hits, step.counts[MISSES] += n, step.counts[STREAMED] += taken;
-    step.counts[LAYERS_MISSED] += n > 0;
+    tally(step, LAYERS, 1), tally(step, HITS, hits);
+    if (n) tally(step, MISSES, n), tally(step, LAYERS_MISSED, 1), tally(step, STREAMED, taken);
   }
   if (n == taken) return;
   const int tokens = call.pairs / TOP_K;
@@ -170,11 +172,22 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
   __syncthreads();
   if (thread == 0) {
     step.awaited = ++step.sequence;
-    step.counts[PAIRS_CPU] += cpu_pairs;
+    tally(step, PAIRS_CPU, cpu_pairs);
     mail.box->layer = call.layer, mail.box->tokens = tokens, mail.box->streamed = taken;
     __threadfence_system();
     *(volatile u32 *)&mail.box->posted = step.awaited;
   }
+}
+
+// All threads of a block: whether a routed expert has no slot. So blocks that stream need not wait for a plan of nothing.
+__device__ __forceinline__ bool any_miss(const StepCall &call) {
+  const int live = min(call.pairs, *call.live * TOP_K);
+  bool miss = false;
+  for (int p = threadIdx.x; p < live; p += STEP_THREADS) {
+    int id = call.ids[p];
+    miss |= id >= 0 && id < EXPERTS && call.slot_table[id] < 0;
+  }
+  return __syncthreads_or(miss);
 }
 
 // One of `blocks` blocks: its share of the records that plan_step chose, read over the link by the device itself.
@@ -223,7 +236,7 @@ __device__ __forceinline__ void await_answer(Step &step, Box *box, u64 patience)
         }
         __nanosleep(40);
       }
-      step.counts[WAITED_NS] += nanoseconds() - start;
+      tally(step, WAITED_NS, nanoseconds() - start);
       store_release(&step.released, wanted);
     } else {
       while (int(load_acquire(&step.released) - wanted) < 0) __nanosleep(40);

@@ -1,0 +1,100 @@
+"""What a missed expert costs on this machine, measured with the kernels, records and memory that will serve."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
+from moetier.kernels.gpu.hybrid import ALL_CPU, Costs
+
+ROUNDS, EXPERTS, PAIRS = 7, 8, 32
+"""Calls a figure is the median of; experts of a call of many, and pairs of each in a call that computes much."""
+READ_BYTES = 1 << 30
+
+
+def measure_costs(
+    kernel: CpuExperts,
+    pool: ThreadPool,
+    addresses: NDArray[np.uint64],
+    memory: NDArray[np.uint8],
+    records: Sequence[torch.Tensor],
+    room: torch.Tensor,
+) -> Costs:
+    """Takes a fraction of a second.
+
+    Parameters
+    ----------
+    kernel, pool
+        What computes misses.
+    addresses
+        uint64 [N]: where records lie in DRAM, of every layer, so that they are not in a cache.
+    memory
+        Bytes of the same memory, to read through.
+    records
+        Some of the records as tensors that the device can copy from.
+    room
+        uint8 [slots, stride] on the device, to copy them to.
+
+    """
+    if addresses.size < EXPERTS or not records:
+        return ALL_CPU
+    rng = np.random.default_rng(0)
+
+    def cpu_ns(experts: int, pairs: int) -> float:
+        call = _call(kernel, experts, pairs)
+        return statistics.median(_timed(lambda: call(rng.choice(addresses, experts))) for _ in range(ROUNDS))
+
+    one, many, busy = cpu_ns(1, 1), cpu_ns(EXPERTS, 1), cpu_ns(EXPERTS, PAIRS)
+    expert = max((many - one) / (EXPERTS - 1), 1.0)
+    read = statistics.median(read_bandwidth(pool, memory[:READ_BYTES]) for _ in range(ROUNDS))
+    return Costs(
+        cpu_call=max(one - expert, 0.0),
+        cpu_expert=expert,
+        cpu_pair=max((busy - many) / EXPERTS + expert, 0.0) / PAIRS,
+        stream_expert=_copy_ns(records, room),
+        dram_expert=records[0].numel() / read * 1e9,
+    )
+
+
+def _timed(run: Callable[[], object]) -> int:
+    start = perf_counter_ns()
+    run()
+    return perf_counter_ns() - start
+
+
+def _call(kernel: CpuExperts, experts: int, pairs: int) -> Callable[[NDArray[np.uint64]], object]:
+    """A call of that many experts with so many pairs each, given where their records lie."""
+    g = kernel.geometry
+    width = min(g.top_k, experts)
+    tokens = min(-(-experts * pairs // width), kernel.max_tokens)
+    ids = np.full((tokens, g.top_k), -1, np.int32)
+    ids[:, :width] = np.arange(tokens * width).reshape(tokens, width) % experts
+    x = np.random.default_rng(1).integers(0x3C00, 0x3F80, (tokens, g.hidden), np.uint16)
+    weights, rows = np.ones((tokens, g.top_k), np.float32), np.empty((tokens, g.top_k, g.hidden), np.float32)
+
+    def call(where: NDArray[np.uint64]) -> object:
+        table = np.zeros(g.experts, np.uint64)
+        table[:experts] = where
+        return kernel.rows(x, ids, weights, table, rows)
+
+    return call
+
+
+def _copy_ns(records: Sequence[torch.Tensor], room: torch.Tensor) -> float:
+    """Nanoseconds that one record takes to the device."""
+    count, times = min(len(records), room.shape[0]), []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for record, slot in zip(records[:count], room, strict=False):
+            slot[: record.numel()].copy_(record, non_blocking=True)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e6 / count)
+    return statistics.median(times)
