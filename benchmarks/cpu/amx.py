@@ -123,7 +123,8 @@ def main() -> int:
         ]
         print(*result["peaks"][-len(isas) :], sep="\n", flush=True)
         for geometry, what, tokens in ((layer, "layer", LAYER_TOKENS), (few, "rows", ROWS_AN_EXPERT)):
-            for row in measure(geometry, pool, isas, tokens, what):
+            fitting = [count for count in tokens if count <= 64 * threads]
+            for row in measure(geometry, pool, isas, fitting, what):
                 result["rows"].append(row)
                 print(
                     f"{what:5} threads={threads:2} M={row['M']:3} {row['isa']:10} {row['us']:9.0f} us "

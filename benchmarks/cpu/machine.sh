@@ -12,7 +12,7 @@ mkdir -p "$results" "$build"
 lscpu | tee "$results/lscpu.txt" | grep -E 'Model name|^CPU\(s\)|amx' || true
 cmake -S . -B "$build" -DMOETIER_PYTHON=ON -DMOETIER_NATIVE_TESTS=ON -DPython_EXECUTABLE="$(command -v python3)" >"$results/cmake.log"
 cmake --build "$build" -j "$(nproc)" >>"$results/cmake.log" 2>&1 || { tail -40 "$results/cmake.log"; exit 1; }
-"$build/moetier_compare" 1000 | tee "$results/compare.txt"
+"$build/moetier_compare" 500 | tee "$results/compare.txt"
 tree=build/machine/tree # the package with this build's extension, apart from the working tree
 rm -rf "$tree" && mkdir -p "$tree" && cp -r src/moetier "$tree/"
 cp "$build"/_native*.so "$tree/moetier/kernels/cpu/"

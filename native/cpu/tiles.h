@@ -26,10 +26,19 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
+// Not GCC's intrinsic, which tells the compiler of 8 of the 64 bytes that are read.
+inline void load_config(const TileConfig &config) {
+#if defined(MOETIER_EMULATE_AMX)
+  emulation::load_config(&config);
+#else
+  asm volatile("ldtilecfg %0" : : "m"(config));
+#endif
+}
+
 // The tile registers are this thread's for the life of the object.
 class Tiles {
 public:
-  explicit Tiles(const TileConfig &config) { _tile_loadconfig(&config); }
+  explicit Tiles(const TileConfig &config) { load_config(config); }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles &) = delete;
   Tiles &operator=(const Tiles &) = delete;

@@ -101,7 +101,6 @@ inline void dot_bf16(int sums, int a, int b) {
 #undef _tile_zero
 #undef _tile_dpbssd
 #undef _tile_dpbf16ps
-#define _tile_loadconfig(config) moetier::emulation::load_config(config)
 #define _tile_release() std::memset(&moetier::emulation::registers(), 0, sizeof(moetier::emulation::Registers))
 #define _tile_loadd(t, base, stride) moetier::emulation::load(t, base, stride)
 #define _tile_stored(t, base, stride) moetier::emulation::store(t, base, stride)
