@@ -30,7 +30,8 @@ class Memory:
 def memory(root: Path = ROOT) -> Memory:
     """Memory of the machine, cut to the limits of every cgroup (v2 or v1) that this process is in."""
     info = meminfo(root)
-    limit, available, limited_by = info["MemTotal"], info["MemAvailable"], None
+    limit, limited_by = info["MemTotal"], None
+    available = info["MemAvailable" if "MemAvailable" in info else "MemFree"]  # some sandboxes lack the first
     for file, maximum, current, reclaimable in _memory_cgroups(root):
         if maximum < limit:
             limit, limited_by = maximum, file

@@ -93,7 +93,8 @@ def test_identity_is_of_what_decides_speed() -> None:
         return hardware_identity(changed["cpu"], changed["memory"], changed["gpus"])
 
     memory = Memory(total_bytes=64 * GIB - 5000, limit_bytes=9, available_bytes=1)
-    same = [of(), of(memory=memory), of(gpus=(gpu(free_bytes=0, pcie_generation_now=5),))]
+    moved = found.cpu.model_copy(update={"allowed": tuple(range(8, 16))})
+    same = [of(), of(cpu=moved), of(memory=memory), of(gpus=(gpu(free_bytes=0, pcie_generation_now=5),))]
     assert set(same) == {found.identity}
     other = [
         of(memory=Memory(total_bytes=32 * GIB, limit_bytes=1, available_bytes=1)),

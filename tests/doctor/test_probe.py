@@ -207,6 +207,13 @@ def test_no_such_folder(tmp_path: Path) -> None:
         probe_disk(tmp_path / "none")
 
 
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)  # noqa: PTH102 (a Path is made of text)
+    with pytest.raises(SettingsError, match="UTF-8"):
+        probe_disk(Path(os.fsdecode(folder)))
+
+
 @pytest.mark.parametrize(
     ("code", "status", "level", "state", "reason"),
     [

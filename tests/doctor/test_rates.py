@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -166,6 +170,32 @@ def test_a_disk_without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_a_folder_that_cannot_be_measured() -> None:
     with pytest.raises(SettingsError, match=r"cannot be measured|expected room"):
         measure_disk(probe_disk(Path("/proc/self/fdinfo")), RECORD)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_a_measurement_that_is_ended_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    script = "\n".join(
+        (
+            "from pathlib import Path",
+            "from moetier.doctor.measure import disk",
+            "from moetier.doctor.probe.disk import probe_disk",
+            "disk.SECONDS, disk.SPAN, disk.PIECE = 600, 4 << 20, 1 << 20",
+            "found = probe_disk(Path('data'))",
+            "print('begun', flush=True)",
+            "disk.measure_disk(found, 65536)",
+        )
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    time.sleep(1)
+    process.send_signal(number)
+    assert process.wait(timeout=30) != 0
+    assert list(folder.iterdir()) == []
 
 
 def test_no_device_no_link() -> None:

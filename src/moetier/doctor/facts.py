@@ -54,7 +54,7 @@ class Cpu(Fact):
     l3_groups: tuple[tuple[Count, ...], ...] = ()
     """Allowed CPUs that share a last-level cache."""
     isas: tuple[str, ...] = ()
-    """Kernel sets of ours that run here, best first."""
+    """Kernel sets of ours that may be used here (MOETIER_ISA may forbid the best), best first."""
 
 
 class NumaNode(Fact):
@@ -263,11 +263,12 @@ class Machine(Fact):
 def hardware_identity(cpu: Cpu, memory: Memory, gpus: tuple[Gpu, ...]) -> str:
     """Hash of what decides how fast this process can be: rates are valid while it stays the same.
 
-    Memory counts in whole GiB, since a kernel update moves MemTotal; free memory, a link's speed of the moment and the
-    driver do not count.
+    How many CPUs counts, not which: an orchestrator picks others at each start. Memory counts in whole GiB, since a
+    kernel update moves MemTotal. Free memory, a link's speed of the moment and the driver do not count.
     """
+    counts = [len(cpu.allowed), cpu.physical_cores, len(cpu.l3_groups)]
     parts = {
-        "cpu": [cpu.model, cpu.architecture, cpu.allowed, cpu.quota, cpu.isas],
+        "cpu": [cpu.model, cpu.architecture, *counts, cpu.quota, cpu.isas],
         "memory_gib": round(memory.total_bytes / 2**30),
         "gpus": [[g.name, g.compute_capability, g.memory_bytes, g.pcie_generation, g.pcie_width] for g in gpus],
     }

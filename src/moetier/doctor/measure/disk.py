@@ -81,8 +81,10 @@ def _rate(target: _Target, depth: int, record_bytes: int) -> float:
 
     with ThreadPoolExecutor(depth) as pool:
         readers = [pool.submit(read, reader) for reader in range(depth)]
-        time.sleep(SECONDS)
-        stop.set()
+        try:
+            time.sleep(SECONDS)
+        finally:
+            stop.set()  # also on Ctrl-C: the pool waits for its readers
         for reader in readers:
             reader.result()
     return sum(done) * record_bytes / (time.perf_counter() - start)
@@ -128,9 +130,9 @@ def _made_file(folder: Path, record_bytes: int) -> Iterator[Path]:
             "space; free some, or name a folder that holds a store"
         )
     chunk = np.random.default_rng().bytes(PIECE)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".moetier-doctor-") as file:
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a kill leaves nothing
         for piece in range(size // PIECE):
             file.write(piece.to_bytes(8, "little") + chunk[8:])
         file.flush()
         os.fsync(file.fileno())
-        yield Path(file.name)
+        yield Path(f"/proc/self/fd/{file.fileno()}")

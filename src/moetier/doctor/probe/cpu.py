@@ -8,7 +8,7 @@ from pathlib import Path
 from moetier import machine
 from moetier.doctor.facts import CoreKind, Cpu, NumaNode
 from moetier.doctor.probe.files import cpu_list, distinct_groups, fields, number, text
-from moetier.kernels.cpu.isa import machine_isas
+from moetier.kernels.cpu.isa import available_isas
 
 SYSTEM = "sys/devices/system"
 HYBRID = {"cpu_core": "performance", "cpu_atom": "efficient", "cpu_lowpower": "low-power"}
@@ -31,7 +31,7 @@ def probe_cpu(root: Path = machine.ROOT) -> Cpu:
         threads=machine.default_threads(allowed, root),
         kinds=_kinds(root, allowed),
         l3_groups=distinct_groups(_within(_last_level_cache(root, cpu), allowed) for cpu in allowed),
-        isas=machine_isas(),
+        isas=available_isas(),
     )
 
 

@@ -41,6 +41,10 @@ def probe_disk(folder: Path, root: Path = machine.ROOT) -> Disk:
     if not folder.is_dir():
         raise SettingsError(f"{folder}: expected a folder, found none; name the one that the expert store is in")
     resolved = folder.resolve()
+    try:
+        str(resolved).encode()
+    except UnicodeEncodeError:
+        raise SettingsError(f"{resolved}: expected a folder whose name is text (UTF-8), found other bytes") from None
     mount, size = _mount_of(resolved, root), os.statvfs(resolved)
     uring, reason = probe_io_uring(root)
     return Disk(
@@ -103,10 +107,10 @@ def _o_direct(folder: Path) -> bool | None:
     except OSError:
         pass
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".moetier-doctor-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a kill leaves nothing
             file.write(bytes(BLOCK))
             file.flush()
-            return _reads_directly(file.name)
+            return _reads_directly(f"/proc/self/fd/{file.fileno()}")
     except OSError:
         return None
 
