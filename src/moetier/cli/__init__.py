@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from moetier.cli import bench, doctor, identity, serve, store, version
+from moetier.cli import bench, doctor, identity, serve, store, trace, version
 from moetier.cli import eval as evaluation
 from moetier.errors import MoetierError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.add_typer(store.app, name="store")
 app.add_typer(evaluation.app, name="eval")
 app.add_typer(bench.app, name="bench")
+app.add_typer(trace.app, name="trace")
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("identity")(identity.identity)
