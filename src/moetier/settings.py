@@ -43,7 +43,7 @@ class Settings(BaseModel):
     record_trace: Path | None = Field(
         None, description="write which experts each layer call routes to, to this new file (`moetier trace`)"
     )
-    policy: PolicyName = Field("lru", description="which expert of a layer gives way for a missed one")
+    policy: PolicyName = Field("frequency", description="which expert of a layer gives way for a missed one")
     identity_check: int = Field(
         16, ge=0, le=100_000, description="random layer calls that are compared through every path at start; 0: none"
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from moetier.residency import POLICIES, Frequency, Lru, Policy, SecondTouch, Step, Swap, refills
+from moetier.settings import PolicyName
 
 EXPERTS = 8
 
@@ -45,7 +48,7 @@ def test_prompt_teaches_nothing(policy: Policy) -> None:
     after(policy, (0,), (1,), (2,))
     for _ in range(9):
         policy.touch(ids(0, 5), prefill=True)
-    after(policy, (6,), (6,), (6,))
+    after(policy, *[(6,)] * 5)
     assert policy.victim(6, ids(0, 1, 2)) == 0
 
 
@@ -56,7 +59,7 @@ def test_unknown_expert_gives_way_at_first_use(policy: Policy) -> None:
 
 def test_heat_orders_what_was_not_used_yet(policy: Policy) -> None:
     policy.place(ids(2, 0, 1))
-    after(policy, (6,), (6,))
+    after(policy, (6,), (6,), (6,))
     assert policy.victim(6, ids(0, 1, 2)) == 1, "the coldest of those that heat placed"
 
 
@@ -75,7 +78,7 @@ def test_second_touch_comes_in_only_when_it_was_used_twice_meanwhile() -> None:
 
 
 def test_frequency_prefers_the_common_to_the_recent() -> None:
-    policy = after(Frequency(EXPERTS), *[(0,)] * 5, (1,), (2,), (2,), (2,))
+    policy = after(Frequency(EXPERTS), *[(0,)] * 5, (1,), *[(2,)] * 4)
     assert policy.victim(2, ids(0, 1)) == 1
     assert policy.victim(2, ids(0)) is None
     after(policy, *[(2,)] * 4)
@@ -109,3 +112,7 @@ def test_refills_take_free_slots_then_victims_up_to_the_limit() -> None:
 )
 def test_step_of_requests(requests: list[tuple[int, int]], expected: Step) -> None:
     assert Step.of(requests) == expected
+
+
+def test_settings_know_every_policy() -> None:
+    assert set(get_args(PolicyName)) == set(POLICIES)

@@ -146,7 +146,7 @@ def test_full_disk_ends_the_recording_not_the_service(caplog: pytest.LogCaptureF
 def test_hits_counted_by_hand(tmp_path: Path) -> None:
     """Two slots of LRU, from the first step's heat: 0 and 1."""
     trace = decode_trace(tmp_path / "t", (0, 1), (0, 1), (0, 2), (0, 2), (3, 4), (0, 2))
-    score = simulate(trace, Plan(slots=2, learn=0)).decode
+    score = simulate(trace, Plan(slots=2, policy="lru", learn=0)).decode
     # (0,1) hit both; (0,2) one, 2 replaces 1; (0,2) both; (3,4) none, both replaced; (0,2) none.
     assert (score.steps, score.uses, score.hits) == (5, 10, 5)
     assert score.misses_per_step == 1.0
@@ -157,12 +157,12 @@ def test_hits_counted_by_hand(tmp_path: Path) -> None:
 def test_residents_stay(tmp_path: Path) -> None:
     trace = decode_trace(tmp_path / "t", (0, 1), (2, 3), (0, 4), (5, 6), (0, 7))
     assert simulate(trace, Plan(slots=1, resident=1, learn=0)).decode.hits == 2
-    assert simulate(trace, Plan(slots=1, resident=0, learn=0)).decode.hits == 0
+    assert simulate(trace, Plan(slots=1, policy="lru", learn=0)).decode.hits == 0
 
 
 def test_fills_are_limited(tmp_path: Path) -> None:
     trace = decode_trace(tmp_path / "t", *[(2 * i % 8, (2 * i + 1) % 8) for i in range(40)])
-    free, limited, none = (simulate(trace, Plan(slots=4, fills=fills)).decode for fills in (None, 1, 0))
+    free, limited, none = (simulate(trace, Plan(slots=4, policy="lru", fills=fills)).decode for fills in (None, 1, 0))
     assert free.fills > limited.fills > none.fills == 0
     assert limited.fills <= limited.steps
 

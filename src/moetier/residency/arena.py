@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import SettingsError
+from moetier.residency.pages import HUGE_PAGE, Pages, map_touched, pages_at
 
-HUGE_PAGE = 2 << 20
+logger = logging.getLogger(__name__)
 
 
 class Arena:
@@ -18,23 +21,31 @@ class Arena:
     shift: bytes of a slot before the part of the record that the kernels read (see `Part`).
     """
 
+    _told: ClassVar[bool] = False
+    """Whether a log line has said which pages records get."""
+
     def __init__(self, slots: int, stride: int, shift: int = 0) -> None:
         self.slots = slots
         self.shift = shift
         self.stride = stride
         size = max(slots * stride, mmap.PAGESIZE)
         try:
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = map_touched(size)
         except OSError as error:
             raise SettingsError(
                 f"could not allocate {size / 2**30:.2f} GiB of DRAM for {slots} records ({error.strerror}); "
                 "set dram_records lower"
             ) from error
-        if size >= HUGE_PAGE:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self._bytes[:: mmap.PAGESIZE] = 0
         self._base = self._bytes.ctypes.data
+        if size >= HUGE_PAGE and not Arena._told:
+            Arena._told = True
+            logger.info("records lie on %s", self.pages)
+
+    @property
+    def pages(self) -> Pages:
+        """The pages behind the records, as the kernel says now: it may join small ones later."""
+        return pages_at(self._base)
 
     @property
     def extent(self) -> tuple[int, int]:

@@ -110,9 +110,12 @@ class Frequency(Policy):
     What heat placed starts with weights between 1 and 0 use, hottest first.
     """
 
-    HALF_LIFE = 128
-    MARGIN = 1.0
-    """Uses by which an expert must be ahead: equal ones would swap places for ever."""
+    HALF_LIFE = 16
+    MARGIN = 2.0
+    """Uses by which an expert must be ahead: equal ones would swap places for ever.
+
+    Both from recorded traces (docs/trace.md): longer lives hit less, a smaller margin copies more for nothing.
+    """
 
     def __init__(self, experts: int) -> None:
         super().__init__(experts)

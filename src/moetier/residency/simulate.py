@@ -27,7 +27,7 @@ class Plan:
     """
 
     slots: int
-    policy: str = "lru"
+    policy: str = "frequency"
     resident: int = 0
     fills: int | None = None
     learn: float = 0.2
@@ -140,7 +140,7 @@ def simulate(trace: Trace, plan: Plan, heat: NDArray[np.uint64] | None = None) -
     return _score(steps, layers, plan, header)
 
 
-def hit_rate(trace: Trace, slots: int, policy: str = "lru", resident: int = 0) -> float:
+def hit_rate(trace: Trace, slots: int, policy: str = "frequency", resident: int = 0) -> float:
     """Share of decode's distinct experts that `slots` of each layer hold, 0 to 1."""
     return simulate(trace, Plan(slots, policy, resident)).decode.hit_rate
 
