@@ -18,7 +18,7 @@ LEAST_READ_BYTES = 64 << 20
 MEMORY_SHARE = 0.25
 """Of the available memory, what the reading may take."""
 READS = 7
-EXPERTS = 64
+EXPERTS = 128
 """Records of the layer that the kernel is timed with: beyond the caches, and fewer than a model has."""
 TOKENS = (1, 2, 4, 8, 16, 64, 512)
 

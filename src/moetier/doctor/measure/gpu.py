@@ -44,7 +44,17 @@ def measure_links(gpus: tuple[Gpu, ...]) -> Links:
     """Each device alone, then host to device for all at once, since they may share a root port; none: no rates."""
     if not gpus:
         return Links()
-    devices = _devices(gpus)
+    try:
+        return _measured(_devices(gpus))
+    except RuntimeError as error:  # torch's: out of memory on a device, or no memory that could be pinned
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"expected to copy {COPY_BYTES >> 20} MiB from and to each of {len(gpus)} devices, found: {reason}; "
+            "stop what uses them (nvidia-smi lists it), or raise the limit on pinned memory"
+        ) from error
+
+
+def _measured(devices: list[_Device]) -> Links:
     links = Links(
         host_to_device=tuple(_alone(at, lambda at: at.here.copy_(at.host, non_blocking=True)) for at in devices),
         device_to_host=tuple(_alone(at, lambda at: at.host.copy_(at.here, non_blocking=True)) for at in devices),
@@ -68,7 +78,10 @@ def _devices(gpus: tuple[Gpu, ...]) -> list[_Device]:
             f"expected a CUDA build of torch to measure {len(gpus)} devices, found torch {torch.__version__}; "
             "install one, or hide the devices: CUDA_VISIBLE_DEVICES="
         )
-    numbers = {f"GPU-{torch.cuda.get_device_properties(at).uuid}": at for at in range(torch.cuda.device_count())}
+    numbers = {
+        f"GPU-{getattr(torch.cuda.get_device_properties(at), 'uuid', '')}": at
+        for at in range(torch.cuda.device_count())
+    }
     found = []
     for gpu in gpus:
         device = torch.device("cuda", numbers.get(gpu.uuid or "", gpu.index))
