@@ -37,9 +37,8 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="fewer calls, layers and rows")
     parser.add_argument("--layers", type=int, default=12, help="stack: MoE layers, 3.4 GB of DRAM each")
-    parser.add_argument(
-        "--threads", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="CPU threads that compute"
-    )
+    spare = max(1, (os.cpu_count() or 1) - 2)
+    parser.add_argument("--threads", type=int, default=spare, help="CPU threads that compute")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = [
         {"what": "machine", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cpus": os.cpu_count()}

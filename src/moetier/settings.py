@@ -35,6 +35,22 @@ class Settings(BaseModel):
     cpus: tuple[int, ...] | None = Field(None, description="CPUs that these threads may use (default: those allowed)")
     isa: str | None = Field(None, description="instruction set of the CPU kernels (default: the best there is)")
     disk_threads: int = Field(8, ge=1, le=256, description="reads from the store that may be under way at once")
+    slots: int | Literal["auto"] = Field(
+        0,
+        description="experts of each layer in device slots: a number, or auto (what the device's memory leaves); "
+        "0: the CPU computes all",
+    )
+    spare_slots: int | None = Field(
+        None, ge=0, description="how many of the slots may be refilled while serving (default: a quarter)"
+    )
+    staging_slots: int = Field(16, ge=2, le=64, description="device slots for records that are streamed, of all layers")
+    planned_tokens: int = Field(
+        64, ge=1, le=512, description="the most tokens of a step that the device plans by itself; larger ones stream"
+    )
+    fills_per_step: int = Field(4, ge=0, le=64, description="records copied into spare slots after a step, at most")
+    patience_seconds: float = Field(
+        60.0, gt=0, le=3600, description="how long the device waits for the CPU before the engine stops"
+    )
     heat_file: Path | None = Field(None, description="where heat is kept (default: heat.json beside the store's files)")
     heat_save_seconds: float = Field(60.0, gt=0, le=1e9, description="seconds between saves of heat")
     record_calls: Path | None = Field(

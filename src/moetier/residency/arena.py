@@ -48,6 +48,11 @@ class Arena:
         return pages_at(self._base)
 
     @property
+    def all(self) -> NDArray[np.uint8]:
+        """The bytes of all slots, one after the other."""
+        return self._bytes
+
+    @property
     def extent(self) -> tuple[int, int]:
         """Address and bytes of the mapping that holds all slots."""
         return self._base, len(self._map)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from moetier.errors import MoetierError
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu.base import Sizes
-from moetier.kernels.gpu.hybrid import Costs, HybridPath, LayerTables, pinned
+from moetier.kernels.gpu.hybrid import ALL_CPU, Costs, HybridPath, LayerTables, pinned
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.layer import HybridLayer, Shared
+from moetier.layer.hybrid.rates import measure_costs
 from moetier.layer.hybrid.refill import Refiller
 from moetier.layer.hybrid.stream import Streamer
 from moetier.layer.model import TieredModel
@@ -63,19 +65,23 @@ class HybridModel:
         self,
         tiers: TieredModel,
         plan: SlotPlan,
-        costs: Costs,
         max_tokens: int,
         device: torch.device,
         patience_seconds: float = 60.0,
+        on_failure: Callable[[MoetierError], None] = lambda error: None,
     ) -> None:
-        """max_tokens: the most tokens of a call. patience_seconds: after which the device stops waiting for the CPU."""
+        """max_tokens: the most tokens of a call. patience_seconds: after which the device stops waiting for the CPU.
+
+        on_failure: told, on a thread of its own, why the device had to stop; CUDA then fails, and with it the process.
+        """
         self.tiers, self.plan, self.device = tiers, plan, device
+        self._patience, self._on_failure, self._failed = patience_seconds, on_failure, False
         part = tiers.part
         sizes = Sizes(part.narrow, tiers.store.manifest.layer_family)
         self._bytes = min(part.end - part.begin, sizes.layout.stride)
         self.slots = torch.zeros((plan.slots, sizes.layout.stride), dtype=torch.uint8, device=device)
         staging = range(plan.layers * plan.per_layer, plan.slots)
-        self.path = HybridPath(sizes, plan.tokens, self.slots, staging, self._bytes, costs, patience_seconds)
+        self.path = HybridPath(sizes, plan.tokens, self.slots, staging, self._bytes, ALL_CPU, patience_seconds)
         streamer = Streamer(sizes, max_tokens, self.slots, staging) if len(staging) >= 2 else None
         self._lock = threading.Lock()
         self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock)
@@ -99,8 +105,6 @@ class HybridModel:
         self._mailbox = Mailbox(tiers.kernel, tiers.pool, arrays, [self._addresses(i) for i in range(layers)])
         self._helper = threading.Thread(target=self._help, name="moetier-helper", daemon=True)
         self._helper.start()
-        self.failure: MoetierError | None = None
-        """Why the mailbox could not answer: the device stops, and this is the reason."""
 
     def _addresses(self, index: int) -> NDArray[np.uint64]:
         """Where the records of a layer lie in DRAM: pinned, so that the device reads it too."""
@@ -162,6 +166,7 @@ class HybridModel:
         """A step of `tokens` real tokens is about to be launched on the current stream."""
         if self._refiller is None:
             self._refiller = self._make_refiller()
+            self.set_costs(self._measure())
         self._mailbox.wake()
         self.path.live.fill_(tokens)
 
@@ -169,6 +174,23 @@ class HybridModel:
         """The step was launched: learn from an earlier one, and start copies into spare slots."""
         assert self._refiller is not None, "before_step comes first"
         self._refiller.after_step(step)
+
+    def set_costs(self, costs: Costs) -> None:
+        """Plan by these from now on."""
+        self.costs = costs
+        self.path.set_costs(costs)
+
+    def _measure(self) -> Costs:
+        """The costs of this machine, while no call is under way."""
+        torch.cuda.synchronize(self.device)
+        tiers = [layer.tier for layer in self.layers if layer.tier.slots]
+        if not tiers:
+            return ALL_CPU
+        there = np.concatenate([tier.addresses[tier.addresses != 0] for tier in tiers])
+        first = tiers[0]
+        records = [self.layers[0].record_at(int(address)) for address in there[: self.plan.staging]]
+        memory, room = first.arena.all, self.slots[-self.plan.staging :]
+        return measure_costs(self.tiers.kernel, self.tiers.pool, there, memory, records, room)
 
     def _make_refiller(self) -> Refiller:
         tiers, experts = self.tiers, self.tiers.part.geometry.experts
@@ -182,18 +204,31 @@ class HybridModel:
         while not self._closed.is_set():
             request = self._mailbox.await_help(HELP_MS)
             if request is None:
+                self._look_whether_late()
                 continue
             layers = {layer.index: layer for layer in self.layers}
             try:
                 layers[request.layer].help(request)
-            except BaseException as error:  # the device must hear of it, whatever it is
-                self.failure = error if isinstance(error, MoetierError) else MoetierError(repr(error))
-                logger.error("layer call refused: %s", self.failure)
+            except Exception as error:  # the device must hear of it, whatever it is
+                self._fail(error if isinstance(error, MoetierError) else MoetierError(repr(error)))
                 self._mailbox.refuse(request)
-                if not isinstance(error, Exception):
-                    raise
                 continue
             self._mailbox.answer(request)
+
+    def _look_whether_late(self) -> None:
+        if self.path.mail.late and not self._failed:
+            self._fail(
+                MoetierError(
+                    f"the CPU did not answer the device within {self._patience:.0f} s (request {self.path.mail.late}): "
+                    "its threads were stopped, or starved by other processes; nothing was computed from it. Start "
+                    "again, with fewer threads (`--set threads=N`) or a longer `patience_seconds`"
+                )
+            )
+
+    def _fail(self, error: MoetierError) -> None:
+        self._failed = True
+        logger.error("%s", error)
+        self._on_failure(error)
 
     def check_integrity(self) -> None:
         """Slots, tables and tiers agree. Waits for the device; between steps."""

@@ -90,11 +90,15 @@ def _copy_ns(records: Sequence[torch.Tensor], room: torch.Tensor) -> float:
     """Nanoseconds that one record takes to the device."""
     count, times = min(len(records), room.shape[0]), []
     for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         for record, slot in zip(records[:count], room, strict=False):
             slot[: record.numel()].copy_(record, non_blocking=True)
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e6 / count)
+        times.append(float(start.elapsed_time(end)) * 1e6 / count)
     return statistics.median(times)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
