@@ -63,6 +63,9 @@ class Settings(BaseModel):
     identity_check: int = Field(
         16, ge=0, le=100_000, description="random layer calls that are compared through every path at start; 0: none"
     )
+    check_at_end: bool = Field(
+        False, description="when the server ends, compare its tables and the bytes of every record in DRAM"
+    )
     counters_folder: Path | None = Field(
         None, description="where each process writes what it counted, for /metrics (`moetier serve` sets it)"
     )

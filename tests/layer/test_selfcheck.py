@@ -11,6 +11,7 @@ import pytest
 from moetier.kernels.cpu import CpuExperts, available_isas
 from moetier.layer import TieredModel
 from moetier.layer.fetch import Fetcher
+from moetier.layer.model import IntegrityError
 from moetier.layer.recording import Call
 from moetier.layer.selfcheck import IdentityError, self_check
 from moetier.settings import Settings
@@ -118,3 +119,22 @@ def test_another_path_is_compared_too(model: TieredModel) -> None:
     with pytest.raises(IdentityError, match="and 'device slots' differ"):
         self_check(model, CALLS, {"device slots": device})
     assert len(calls) == 1
+
+
+def test_integrity_of_what_lies_in_memory(model: TieredModel) -> None:
+    layers = [model.attach(layer.number) for layer in model.store.manifest.layers]
+    assert model.check_integrity() == 2 * len(layers)
+    layers[1].tier.record(int(layers[1].tier.resident[0]))[model.part.shift] ^= 1
+    with pytest.raises(IntegrityError, match=r"layer 2, expert \d: the record in DRAM has .*checksum") as error:
+        model.check_integrity()
+    assert error.value.exit_code == 1
+
+
+def test_integrity_of_the_tables(model: TieredModel) -> None:
+    tier = model.attach(model.store.manifest.layers[0].number).tier
+    model.attach(model.store.manifest.layers[0].number)
+    before = tier.addresses.copy()
+    tier.addresses[tier.resident[0]] = 0
+    with pytest.raises(IntegrityError, match="the DRAM tier does not agree with itself"):
+        model.check_integrity()
+    tier.addresses[:] = before

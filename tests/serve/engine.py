@@ -1,7 +1,7 @@
 """Runs vLLM inside one process on prompts given as token ids; started by tests as a program, once per engine.
 
 Standard input: JSON with "engine" (arguments of vllm.LLM), "prompts" (lists of token ids), "max_tokens" and
-"prompt_logprobs". Last line of standard output: JSON with tokens, logprobs, our counters and vLLM's.
+"prompt_logprobs". A line of standard output that starts with RESULT: JSON with tokens, logprobs, our counters and vLLM's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler takes longer than these runs
     "OMP_NUM_THREADS": "1",
 }
+
+RESULT = "result: "
+"""Other processes of the engine may write lines after it."""
 
 SCHEDULER = (
     "vllm:prefix_cache_hits",
@@ -47,7 +50,8 @@ def run_engine(
     )
     if done.returncode:
         raise RuntimeError(f"engine failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith(RESULT))
+    result: dict[str, Any] = json.loads(line.removeprefix(RESULT))
     return result
 
 
@@ -106,7 +110,7 @@ def main() -> None:
         result["counters"] = vars(model.counters)
         result["reads"] = model.reader.counters.reads
         result["records"] = model.records
-    sys.stdout.write("\n" + json.dumps(result) + "\n")
+    sys.stdout.write(f"\n{RESULT}{json.dumps(result)}\n")
     sys.stdout.flush()
 
 

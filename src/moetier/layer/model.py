@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from moetier.errors import MoetierError
 from moetier.kernels.cpu import CpuExperts, ThreadPool
 from moetier.layer.context import Context
 from moetier.layer.counters import Counters
@@ -21,6 +22,12 @@ from moetier.store.heal import Healer
 from moetier.store.store import Store
 
 logger = logging.getLogger(__name__)
+
+
+class IntegrityError(MoetierError):
+    """What lies in memory is not what was put there."""
+
+    exit_code = 1
 
 
 class TieredModel:
@@ -99,6 +106,29 @@ class TieredModel:
     def counters(self) -> Counters:
         """What all layers did together."""
         return Counters.total(self.layer_counters)
+
+    def check_integrity(self) -> int:
+        """Compare tables with each other, and every record in DRAM with its checksums; how many records those were.
+
+        Between steps. IntegrityError where one is not right.
+        """
+        checked = 0
+        for index, layer in self._attached.items():
+            number, tier = self.store.manifest.layers[index].number, layer.tier
+            try:
+                tier.check_integrity()
+                self.staging.check_integrity()
+            except AssertionError as error:
+                raise IntegrityError(f"layer {number}: the DRAM tier does not agree with itself: {error}") from error
+            for expert in map(int, tier.resident):
+                data = tier.record(expert)[self.part.shift :][: self.part.end - self.part.begin]
+                if wrong := self.store.problem(index, expert, data, self.part.first):
+                    raise IntegrityError(
+                        f"layer {number}, expert {expert}: the record in DRAM has {wrong}; this machine's memory is at "
+                        "fault, or moetier: do not trust its answers"
+                    )
+                checked += 1
+        return checked
 
     def save_heat(self) -> None:
         """Write heat, which is the same on every rank; a disk that does not take it costs a warning, no more."""

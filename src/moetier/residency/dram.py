@@ -46,6 +46,11 @@ class DramTier:
         """Experts that are in DRAM, ascending."""
         return np.flatnonzero(self._slot_of != ABSENT).astype(np.int32)
 
+    def record(self, expert: int) -> NDArray[np.uint8]:
+        """The bytes of the slot of `expert`, which is in DRAM: uint8 [stride]."""
+        assert self._slot_of[expert] != ABSENT, f"expert {expert} is not in DRAM"
+        return self.arena.view(int(self._slot_of[expert]))
+
     def take(self, expert: int, pinned: NDArray[np.bool_]) -> int | None:
         """A slot for `expert`: a free one, or that of one which the policy gives up. pinned: bool [E], never given up.
 

@@ -99,9 +99,11 @@ def run(
         code = process.poll()
         if code is None:
             (_drain if ready else _abandon)(process, request, stop)
+            if ready and (failure := _failure(request)):
+                raise failure
             return ready
     _kill_group(process)
-    failure = request.settings.failure_file and read_failure(request.settings.failure_file)
+    failure = _failure(request)
     if failure and not ready:
         failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
     raise failure or ServerFailedError(
@@ -112,6 +114,12 @@ def run(
             else "see above"
         )
     )
+
+
+def _failure(request: ServeRequest) -> MoetierError | None:
+    """What the engine said before it stopped, if it did."""
+    path = request.settings.failure_file
+    return None if path is None else read_failure(path)
 
 
 @contextmanager
