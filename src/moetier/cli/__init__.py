@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from moetier.cli import bench, doctor, identity, serve, store, trace, version
+from moetier.cli import bench, calibrate, doctor, identity, plan, serve, stack, store, trace, version
 from moetier.cli import eval as evaluation
 from moetier.errors import MoetierError
 
@@ -22,8 +22,11 @@ app.add_typer(store.app, name="store")
 app.add_typer(evaluation.app, name="eval")
 app.add_typer(bench.app, name="bench")
 app.add_typer(trace.app, name="trace")
+app.add_typer(stack.app, name="stack")
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve.serve)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
+app.command("calibrate")(calibrate.calibrate)
 app.command("identity")(identity.identity)
 app.command("version")(version.version)
 

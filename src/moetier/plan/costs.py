@@ -59,6 +59,22 @@ ENGINES = {
 }
 
 
+COMMON = {
+    "skew": Known(1.0, 0.08, "two short prompts on one machine are 16 % apart: 8 % of the exponent"),
+    "dense_share": Known(0.75, 0.15, "assumed: of the device's memory rate, by dense layers of one token"),
+    "expert_share": Known(0.55, 0.2, "measured: of the copy rate, our kernels on one token (docs/device-kernels.md)"),
+    "ops_share": Known(0.25, 0.3, "measured: 240 of 989 TFLOP/s by our prefill kernels on one H200"),
+    "miss": Known(12e-6, 0.5, FOUR + "about 130 us for each layer with a miss, less the kernel's time for 1.2 records"),
+    "read": Known(60e-6, 0.5, "assumed: latency of a layer's reads from disk before the first byte"),
+    "overlap": Known(
+        0.75, 0.15, FOUR + "time to first token with records on disk, against either of disk and link alone"
+    ),
+    "scan_share": Known(0.018, 0.4, FOUR + "87 to 70 tokens/s from 2K to 512K of context, by indexer bytes"),
+    "kv_share": Known(0.5, 0.3, "assumed: of the device's memory rate, by attention over the whole context"),
+}
+"""What no machine and no engine changes."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Every number that a prediction rests on. Rates in bytes or operations a second, times in seconds."""
@@ -67,35 +83,32 @@ class Costs:
     gpu_ops: Known
     link_rate: Known
     dram_rate: Known
+    cpu_rate: Known
     cpu_ops: Known
     disk_rate: Known
     layer: Known
     reduce: Known
     step: Known
     start: Known
-    skew: Known = Known(1.0, 0.08, "two short prompts on one machine are 16 % apart: 8 % of the exponent")
-    dense_share: Known = Known(0.75, 0.15, "assumed: of the device's memory rate, by dense layers of one token")
-    expert_share: Known = Known(0.55, 0.2, "measured: of the copy rate, our kernels on one token (docs/device-kernels.md)")
-    ops_share: Known = Known(0.25, 0.3, "measured: 240 of 989 TFLOP/s by our prefill kernels on one H200")
-    miss: Known = Known(
-        40e-6, 0.4, FOUR + "about 130 us for each layer with a miss, less one record over eight channels of DDR5"
-    )
-    read: Known = Known(100e-6, 0.5, "assumed: latency of a layer's reads from disk before the first byte")
-    overlap: Known = Known(
-        0.75, 0.15, FOUR + "time to first token with records on disk, against either of disk and link alone"
-    )
-    scan_share: Known = Known(0.018, 0.4, FOUR + "87 to 70 tokens/s from 2K to 512K of context, by indexer bytes")
-    kv_share: Known = Known(0.5, 0.3, "assumed: of the device's memory rate, by attention over the whole context")
+    skew: Known
+    dense_share: Known
+    expert_share: Known
+    ops_share: Known
+    miss: Known
+    read: Known
+    overlap: Known
+    scan_share: Known
+    kv_share: Known
 
-    def scaled(self, factors: Mapping[str, float], why: str = "") -> Costs:
-        """The same with some numbers multiplied."""
+    def scaled(self, factors: Mapping[str, float], why: str = "", spread: float | None = None) -> Costs:
+        """The same with some numbers multiplied; why and spread: of these from now on."""
         known = {field.name for field in fields(self)}
         changed: dict[str, Known] = {}
         for name, factor in factors.items():
             if name not in known:
                 raise SettingsError(f"there is no cost {name!r}; known: {', '.join(sorted(known))}")
             old: Known = getattr(self, name)
-            changed[name] = replace(old, value=old.value * factor, why=why or old.why)
+            changed[name] = Known(old.value * factor, old.spread if spread is None else spread, why or old.why)
         return replace(self, **changed)
 
     def items(self) -> list[tuple[str, Known]]:
@@ -121,10 +134,12 @@ def costs_of(hardware: Hardware, engine: Engine) -> Costs:
         gpu_ops=hardware.gpu_ops,
         link_rate=hardware.link_rate,
         dram_rate=hardware.dram_rate,
+        cpu_rate=hardware.cpu_rate,
         cpu_ops=hardware.cpu_ops,
         disk_rate=hardware.disk_rate,
         layer=engine.layer,
         reduce=engine.reduce,
         step=engine.step,
         start=engine.start,
+        **COMMON,
     )

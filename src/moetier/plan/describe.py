@@ -104,6 +104,4 @@ def describe(
     place = Disk(path="described", free_bytes=size(disk_size, "--disk-size")) if disk_size else None
     if not math.isfinite(host.total_bytes):
         raise SettingsError(f"--ram {ram!r}: expected a size such as 256GB")
-    return Machine(
-        identity="described", cpu=described_cpu(threads), memory=host, gpus=cards, disk=place, rates=rates
-    )
+    return Machine(identity="described", cpu=described_cpu(threads), memory=host, gpus=cards, disk=place, rates=rates)

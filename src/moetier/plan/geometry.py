@@ -77,8 +77,12 @@ class KvLayout(Facts):
     """True: each rank keeps all of it (one latent head); False: heads are divided among the ranks."""
     sparse: bool = False
     """True: a step reads a bounded number of entries, and scans only the indexer's."""
-    scan_bytes_per_token: float = Field(0, ge=0)
+    scan_bytes_per_token: Annotated[float, Field(ge=0)] = 0.0
     """Bytes of the indexer that a step scans for each token of context."""
+    pair_macs: Count = 0
+    """Multiply-adds of attention for each pair of a query and a token that it attends to, all layers."""
+    span: Positive | None = None
+    """The most tokens that a query attends to; None: all before it."""
     assumed: str = ""
     """How it was guessed, where the attention is not one that we know."""
 
@@ -87,6 +91,11 @@ class KvLayout(Facts):
         if self.default not in self.formats:
             raise ValueError(f"default KV format {self.default!r} is none of {', '.join(self.formats)}")
         return self
+
+    def pair_ops(self, tokens: int, before: int) -> int:
+        """Multiply-adds of attention for `tokens` of a prompt behind `before` others."""
+        seen = before + tokens // 2
+        return self.pair_macs * tokens * (seen if self.span is None else min(seen, self.span))
 
 
 class Drafter(Facts):
@@ -122,8 +131,6 @@ class Geometry(Facts):
     parts: Parts
     kv: KvLayout
     drafter: Drafter | None = None
-    prefill_layers: Positive | None = None
-    """Layers that a prompt's tokens need to pass where that is not all of them; None: all."""
     unclassified: tuple[str, ...] = ()
     """Some names of tensors whose purpose is not known."""
 

@@ -146,7 +146,7 @@ def geometry_of(
     layout: KvLayout = kv.kv_layout(text, layers) if kv_bytes_per_token is None else kv.stated(kv_bytes_per_token)
     return Geometry(
         name=name,
-        model_type=keys.model_type(config) or "unknown",
+        model_type=str(config.get("model_type") or keys.model_type(config) or "unknown"),
         source=f"headers of {source}",
         layers=layers,
         moe_layers=moe,
@@ -198,7 +198,15 @@ def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tu
 
 def _format(tensor: Tensor) -> str:
     """What an expert's matrix is stored as, as its dtype tells."""
-    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8", "I8": "mxfp4", "U8": "4-bit", "F4": "4-bit"}
+    names = {
+        "BF16": "bf16",
+        "F16": "fp16",
+        "F32": "fp32",
+        "F8_E4M3": "fp8",
+        "I8": "mxfp4",
+        "U8": "4-bit",
+        "F4": "4-bit",
+    }
     return names.get(tensor.dtype, "4-bit" if tensor.dtype in ("I32", "U32") else tensor.dtype.lower())
 
 

@@ -33,8 +33,8 @@ def kv_layout(config: dict[str, Any], layers: int) -> KvLayout:
     if config.get("num_attention_heads"):
         return _heads(config, layers, known=kind in KNOWN)
     raise CheckpointError(
-        f"config.json of model type {kind or 'unknown'}: expected kv_lora_rank or num_attention_heads, found neither, so "
-        "the KV cache has no known size; give --kv-bytes-per-token"
+        f"config.json of model type {kind or 'unknown'}: expected kv_lora_rank or num_attention_heads, found neither, "
+        "so the KV cache has no known size; give --kv-bytes-per-token"
     )
 
 
@@ -78,13 +78,22 @@ def _ratios(config: dict[str, Any], layers: int) -> list[int]:
     return ratios[:layers]
 
 
-def _compressed(rows: dict[str, int], entries: float, scan: float, windows: int) -> KvLayout:
+def _compressed(config: dict[str, Any], layers: int, rows: dict[str, int], entries: float, scan: float) -> KvLayout:
+    """A window of each layer and compressed entries, of which a query reads index_topk."""
+    window = _int(config, "sliding_window", 128)
+    windows, width = layers * window, _int(config, "head_dim", 512)
     formats = {
         name: KvFormat(bytes_per_token=entries * row + scan, bytes_per_sequence=windows * min(row, 1024))
         for name, row in rows.items()
     }
     return KvLayout(
-        formats=formats, default="fp8_ds_mla", replicated=True, sparse=True, scan_bytes_per_token=scan
+        formats=formats,
+        default="fp8_ds_mla",
+        replicated=True,
+        sparse=True,
+        scan_bytes_per_token=scan,
+        pair_macs=layers * _int(config, "num_attention_heads") * 2 * width,
+        span=window + _int(config, "index_topk", 512),
     )
 
 
@@ -93,7 +102,7 @@ def _deepseek_v4(config: dict[str, Any], layers: int) -> KvLayout:
     ratios = _ratios(config, layers)
     entries = sum(1 / ratio for ratio in ratios if ratio)
     scan = sum(INDEX_FP8 / ratio for ratio in ratios if ratio == 4)
-    return _compressed(V4_ROW, entries, scan, layers * _int(config, "sliding_window", 128))
+    return _compressed(config, layers, V4_ROW, entries, scan)
 
 
 def _deepseek_v41(config: dict[str, Any], layers: int) -> KvLayout:
@@ -103,7 +112,7 @@ def _deepseek_v41(config: dict[str, Any], layers: int) -> KvLayout:
     if not isinstance(owners, list) or not all(type(i) is int and 0 <= i < layers and ratios[i] for i in owners):
         raise CheckpointError(f"config.json: expected numbers of layers in kv_source_layer_ids, found {owners!r}")
     entries = sum(1 / ratios[i] for i in owners)
-    return _compressed(V41_ROW, entries, entries * INDEX_FP4, layers * _int(config, "sliding_window", 128))
+    return _compressed(config, layers, V41_ROW, entries, entries * INDEX_FP4)
 
 
 def _latent(config: dict[str, Any], layers: int) -> KvLayout:
@@ -123,8 +132,16 @@ def _latent(config: dict[str, Any], layers: int) -> KvLayout:
     if row == 576:
         formats["fp8_ds_mla"] = KvFormat(bytes_per_token=layers * MLA_PACKED + scan)
     default = "fp8_ds_mla" if scan and row == 576 else "bf16"
+    heads = _int(config, "num_attention_heads", 0)
+    width = _int(config, "qk_nope_head_dim", 128) + _int(config, "qk_rope_head_dim", 64)
     return KvLayout(
-        formats=formats, default=default, replicated=True, sparse=bool(scan), scan_bytes_per_token=scan
+        formats=formats,
+        default=default,
+        replicated=True,
+        sparse=bool(scan),
+        scan_bytes_per_token=scan,
+        pair_macs=layers * heads * (width + _int(config, "v_head_dim", 128)),
+        span=_int(config, "index_topk") if scan else None,
     )
 
 
@@ -152,7 +169,11 @@ def _heads(config: dict[str, Any], layers: int, known: bool) -> KvLayout:
 
     assumed = "" if known else "keys and values of every KV head on every layer, since the model type is not known"
     return KvLayout(
-        formats={"bf16": format_of(2), "fp8": format_of(1)}, default="bf16", replicated=False, assumed=assumed
+        formats={"bf16": format_of(2), "fp8": format_of(1)},
+        default="bf16",
+        replicated=False,
+        pair_macs=(layers - linear - sliding) * heads * 2 * width,
+        assumed=assumed,
     )
 
 

@@ -31,11 +31,9 @@ class Named:
 PUBLISHED = "published: DeepSeek-V4.1-Flash on four 32 GB cards with 110 of 384 experts of a layer in slots, "
 NAMED = {
     "short": Named(1.52, 1024, PUBLISHED + "short repetitive prompts, about 10 of 40 layers miss an expert in a step"),
-    "mixed": Named(1.17, 16384, PUBLISHED + "mixed prompts over 30 minutes, hit rate 0.87 to 0.88"),
+    "mixed": Named(1.17, 65536, PUBLISHED + "mixed prompts over 30 minutes, hit rate 0.87 to 0.88"),
     "deep": Named(1.17, 131072, PUBLISHED + "mixed prompts, hit rate 0.87, behind 2K to 512K of context"),
 }
-SKEW_SPREAD = 0.08
-"""One prompt differs from the next: the two short ones are 16 % apart in speed, which is 8 % of the exponent."""
 DEFAULT = "mixed"
 
 
@@ -52,11 +50,20 @@ class Workload:
     trace: Path | None = None
 
     @property
+    def prompts(self) -> Workload:
+        """What prompts ask for: text of all kinds, whatever the answers repeat; a trace speaks for itself."""
+        if self.trace is not None or self.name == DEFAULT:
+            return self
+        return named(DEFAULT, self.chances.size, round(self.top_k))
+
+    @property
     def top_k(self) -> float:
         return float(self.chances.sum())
 
     def bent(self, factor: float) -> Workload:
         """The same with another skew: how far the answer depends on it. A counted curve is bent in the logarithm."""
+        if factor == 1:
+            return self
         if self.skew is not None:
             return replace(
                 self, skew=self.skew * factor, chances=zipf(self.chances.size, self.top_k, self.skew * factor)
@@ -94,21 +101,26 @@ def hit_rate(slots: int, experts: int, workload: str = DEFAULT, top_k: int = 8) 
     return named(workload, experts, top_k).hit_rate(slots)
 
 
+@lru_cache(maxsize=64)
 def zipf(experts: int, top_k: float, skew: float) -> NDArray[np.float64]:
     """Chances falling as rank ** -skew; a token takes an expert once, so none is above 1."""
-    return _scaled(np.arange(1, experts + 1, dtype=np.float64) ** -skew, top_k)
+    chances = _scaled(np.arange(1, experts + 1, dtype=np.float64) ** -skew, top_k)
+    chances.flags.writeable = False
+    return chances
 
 
 def _scaled(weights: NDArray[np.float64], top_k: float) -> NDArray[np.float64]:
-    """min(1, c * weights) with the c that makes the sum top_k, found by halving."""
-    low, high = 0.0, top_k / float(weights[weights > 0].min())
-    for _ in range(100):
+    """min(1, c * weights), weights descending, with the c that makes the sum top_k, found by halving its logarithm."""
+    weights = np.maximum(weights, 1e-280)
+    low, high = np.log(top_k / weights.sum()), -np.log(weights[min(int(np.ceil(top_k)), weights.size) - 1])
+    for _ in range(80):
         middle = (low + high) / 2
-        if np.minimum(1.0, middle * weights).sum() < top_k:
+        if np.minimum(1.0, np.exp(middle) * weights).sum() < top_k:
             low = middle
         else:
             high = middle
-    return np.minimum(1.0, high * weights)
+    chances: NDArray[np.float64] = np.minimum(1.0, np.exp(high) * weights)
+    return chances
 
 
 def named(name: str, experts: int, top_k: int) -> Workload:
@@ -151,7 +163,8 @@ def _counted(path: Path) -> NDArray[np.float64]:
     shares = used / used.sum(axis=1, keepdims=True)
     ranked = np.sort(shares, axis=1)[:, ::-1].mean(axis=0)
     smallest = ranked[ranked > 0].min()
-    return np.maximum(ranked, smallest / 2)  # never seen is not never
+    floored: NDArray[np.float64] = np.maximum(ranked, smallest / 2)  # never seen is not never
+    return floored
 
 
 @lru_cache(maxsize=256)

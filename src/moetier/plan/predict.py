@@ -1,0 +1,180 @@
+"""Seconds from bytes: what each tier needs for a step, and how that adds up.
+
+Decode, layer by layer: the device's own work, then the missed experts on the CPU, after those on disk have arrived.
+Prefill, chunk by chunk: experts without a slot cross the links, those without a place in DRAM come from disk before;
+arithmetic hides behind both, and they behind each other but for a part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from moetier.plan.costs import Costs
+from moetier.plan.geometry import Geometry
+from moetier.plan.hardware import Hardware
+from moetier.plan.placement import Placement
+from moetier.plan.workload import Workload
+
+TTFT = {"ttft_2k_s": 2048, "ttft_16k_s": 16384, "ttft_128k_s": 131072}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Speculation: tokens drafted a step, and tokens that come out of one on average (1: none is accepted)."""
+
+    tokens: int
+    accepted: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is predicted."""
+
+    geometry: Geometry
+    hardware: Hardware
+    placement: Placement
+    workload: Workload
+    draft: Draft | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.hardware.gpus == 0
+
+
+def decode_parts(case: Case, costs: Costs, streams: int = 1, rows: float | None = None) -> dict[str, float]:
+    """Seconds of one decode step by part, its sum being the step. rows: tokens in it, `streams` by default."""
+    g, p, work = case.geometry, case.placement, case.workload.bent(costs.skew.value)
+    rows = float(streams) if rows is None else rows
+    dense_rate = (costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.dense_share.value) * p.ranks
+    parts = {
+        "engine": costs.step.value + g.layers * costs.layer.value,
+        "reductions": 2 * g.layers * costs.reduce.value if p.ranks > 1 else 0.0,
+        "dense weights": g.parts.read_each_step / dense_rate,
+        "context": streams * _context(case, costs),
+    }
+    if not case.on_cpu:
+        held = work.distinct(rows) - work.missed(p.slots, rows)
+        rate = costs.gpu_rate.value * costs.expert_share.value * p.ranks
+        parts["experts in slots"] = g.moe_layers * held * g.record_bytes / rate
+    missed = work.missed(p.slots, rows)
+    parts["handover"] = 0.0 if case.on_cpu else g.moe_layers * work.any_missed(p.slots, rows) * costs.miss.value
+    ops = rows * work.top_k * (1 - work.hit_rate(p.slots)) * 6 * g.hidden * g.intermediate
+    parts["experts on the CPU"] = g.moe_layers * max(
+        missed * g.record_bytes / costs.cpu_rate.value, ops / costs.cpu_ops.value
+    )
+    cold, any_cold = work.missed(p.covered, rows), work.any_missed(p.covered, rows)
+    parts["experts from disk"] = g.moe_layers * (
+        cold * g.record_bytes / costs.disk_rate.value + any_cold * costs.read.value
+    )
+    return parts
+
+
+def _context(case: Case, costs: Costs) -> float:
+    """Attention over the context of one sequence."""
+    g, p = case.geometry, case.placement
+    depth = min(case.workload.depth, p.wanted.context)
+    rate = costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value
+    if g.kv.sparse:
+        return depth * g.kv.scan_bytes_per_token / (rate * costs.scan_share.value)
+    ranks = 1 if g.kv.replicated else p.ranks
+    return depth * g.kv.formats[p.kv_format].bytes_per_token / ranks / (rate * costs.kv_share.value)
+
+
+def decode_rate(case: Case, costs: Costs, streams: int = 1) -> float:
+    """Tokens a second of all streams together."""
+    if case.draft is None:
+        return streams / sum(decode_parts(case, costs, streams).values())
+    return streams * case.draft.accepted / sum(draft_parts(case, costs, streams, case.draft).values())
+
+
+def draft_parts(case: Case, costs: Costs, streams: int, draft: Draft) -> dict[str, float]:
+    """A step that verifies drafted tokens, and the drafter's own: its layers, each once for the whole block (DSpark) or
+    once a token (MTP). Its experts are on the device or, without one, in DRAM.
+    """
+    g, p = case.geometry, case.placement
+    parts = decode_parts(case, costs, streams, float(streams * (1 + draft.tokens)))
+    if g.drafter is None:
+        return parts
+    passes = 1 if g.drafter.kind == "dspark" else draft.tokens
+    layers = g.drafter.layers * passes
+    rate = costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.expert_share.value
+    picked = min(g.drafter.experts, g.drafter.top_k * streams) * g.record_bytes if g.drafter.experts else 0
+    reads = passes * (g.parts.drafter + g.parts.head) + layers * picked
+    reduced = 2 * layers * costs.reduce.value if p.ranks > 1 else 0.0
+    return parts | {"drafter": layers * costs.layer.value + reduced + reads / (rate * p.ranks)}
+
+
+def chunk_parts(case: Case, costs: Costs, tokens: int, before: int = 0) -> dict[str, float]:
+    """Seconds of one step with `tokens` of a prompt behind `before` others, by tier; they overlap."""
+    g, p, work = case.geometry, case.placement, case.workload.prompts.bent(costs.skew.value)
+    ops = 2 * tokens * g.active_parameters + 2 * g.kv.pair_ops(tokens, before)
+    missed = work.missed(p.slots, tokens) * g.moe_layers * g.record_bytes
+    cold = work.missed(p.covered, tokens) * g.moe_layers * g.record_bytes
+    if case.on_cpu:
+        arithmetic = max(ops / costs.cpu_ops.value, missed / costs.dram_rate.value)
+        return {"arithmetic": arithmetic, "link": 0.0, "disk": cold / costs.disk_rate.value}
+    return {
+        "arithmetic": ops / (costs.gpu_ops.value * costs.ops_share.value * p.ranks),
+        "link": missed / min(costs.link_rate.value * p.ranks, costs.dram_rate.value),
+        "disk": cold / costs.disk_rate.value,
+    }
+
+
+def chunk_seconds(case: Case, costs: Costs, tokens: int, before: int = 0) -> float:
+    """The slowest tier, what of link and disk does not hide behind the other, and the engine's own."""
+    parts = chunk_parts(case, costs, tokens, before)
+    moved = max(parts["link"], parts["disk"]) + (1 - costs.overlap.value) * min(parts["link"], parts["disk"])
+    reduced = 2 * costs.reduce.value if case.placement.ranks > 1 else 0.0
+    return max(parts["arithmetic"], moved) + costs.step.value + case.geometry.layers * (costs.layer.value + reduced)
+
+
+def ttft(case: Case, costs: Costs, prompt: int) -> float:
+    """Seconds to the first token of a prompt that nothing of is cached."""
+    chunk, total, done = case.placement.wanted.chunk, 0.0, 0
+    while done < prompt:
+        tokens = min(chunk, prompt - done)
+        total += chunk_seconds(case, costs, tokens, done)
+        done += tokens
+    return total
+
+
+def start_seconds(case: Case, costs: Costs) -> float:
+    """From the command to the first answer: the engine's own, and what is read from disk."""
+    p = case.placement
+    read = case.geometry.parts.resident + p.dram_records * case.geometry.moe_layers * case.geometry.record_bytes
+    read += p.slots * case.geometry.moe_layers * case.geometry.record_bytes if p.slots > p.dram_records else 0
+    read += case.geometry.parts.tables if p.tables == "dram" else 0
+    return costs.start.value + read / costs.disk_rate.value
+
+
+def metrics(case: Case, costs: Costs, streams: int = 1) -> dict[str, float]:
+    """Every predicted number by name."""
+    alone = replace(case, draft=None)
+    found = {
+        "decode_tok_s": decode_rate(case, costs),
+        "decode_streams_tok_s": decode_rate(case, costs, streams),
+        "decode_no_draft_tok_s": decode_rate(alone, costs),
+    }
+    chunk = case.placement.wanted.chunk
+    found["prefill_tok_s"] = chunk / chunk_seconds(case, costs, chunk, chunk)
+    found |= {name: ttft(case, costs, tokens) for name, tokens in TTFT.items() if tokens <= case.geometry.max_context}
+    return found | {"start_s": start_seconds(case, costs)}
+
+
+def band(case: Case, costs: Costs, streams: int = 1) -> dict[str, tuple[float, float, float]]:
+    """(value, low, high) of each metric: every cost moved by its spread, effects added as squares of logarithms."""
+    middle = metrics(case, costs, streams)
+    up, down = dict.fromkeys(middle, 0.0), dict.fromkeys(middle, 0.0)
+    for name, known in costs.items():
+        if known.spread == 0:
+            continue
+        moved = [metrics(case, costs.scaled({name: f}), streams) for f in (1 + known.spread, 1 / (1 + known.spread))]
+        for metric, value in middle.items():
+            logs = [math.log(other[metric] / value) for other in moved]
+            up[metric] += max(0.0, *logs) ** 2
+            down[metric] += min(0.0, *logs) ** 2
+    return {
+        metric: (value, value * math.exp(-math.sqrt(down[metric])), value * math.exp(math.sqrt(up[metric])))
+        for metric, value in middle.items()
+    }

@@ -1,0 +1,136 @@
+"""A plan in words: a few lines, and on demand where each number comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moetier.plan.hardware import GIB
+from moetier.plan.planner import Plan, make_plan
+from moetier.plan.predict import chunk_parts, decode_parts, draft_parts
+
+LABELS = {
+    "decode_tok_s": "decode, one stream",
+    "decode_streams_tok_s": "decode, all streams",
+    "prefill_tok_s": "prefill",
+    "ttft_2k_s": "first token after 2K",
+    "ttft_16k_s": "first token after 16K",
+    "ttft_128k_s": "first token after 128K",
+    "start_s": "start",
+}
+UNITS = {"tok_s": "tokens/s", "s": "s"}
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """The plan itself."""
+    q, p, work = plan.question, plan.placement, plan.case.workload
+    machine = f"{plan.hardware.gpus} x {plan.hardware.gpu_name}" if plan.hardware.gpus else "no GPU"
+    yield f"{q.geometry.name} on {machine}, {plan.hardware.ram_bytes / GIB:.0f} GiB of RAM"
+    for problem in p.problems:
+        yield f"does not fit: {problem}"
+    yield from _where(plan)
+    yield ""
+    yield f"predicted for the workload {work.name} ({work.source})"
+    hit = f"{work.hit_rate(p.slots):.0%} of its experts in slots" if p.slots else "no expert in slots"
+    yield f"  {hit}; decode behind {min(work.depth, p.wanted.context):,} tokens; engine {plan.engine.name}"
+    for name, label in LABELS.items():
+        if name not in plan.metrics or (name == "decode_streams_tok_s" and p.wanted.streams == 1):
+            continue
+        value, low, high = plan.metrics[name]
+        unit = UNITS["tok_s" if name.endswith("tok_s") else "s"]
+        yield f"  {label:24} {value:10.3g} {unit:9} ({low:.3g} to {high:.3g})"
+    if q.draft is not None:
+        value, low, high = plan.metrics["decode_no_draft_tok_s"]
+        yield f"  {'without the draft':24} {value:10.3g} {'tokens/s':9} ({low:.3g} to {high:.3g})"
+    if plan.exchange is not None:
+        yield (
+            f"one slot of each layer is worth {plan.exchange.context_tokens:,} tokens of context and "
+            f"{plan.exchange.decode_tok_s:+.2g} tokens/s"
+        )
+    yield from (f"support: {support}" for support in plan.support)
+    yield from (f"assumed of the model: {fact}" for fact in q.geometry.assumed)
+    if q.geometry.unclassified:
+        yield (
+            f"not classified, counted as dense: {q.geometry.parts.unclassified / GIB:.2f} GiB, such as "
+            + ", ".join(q.geometry.unclassified)
+        )
+    if plan.nearest is not None:
+        yield ""
+        yield "the nearest settings that fit: " + settings_text(plan.nearest)
+        yield from (f"  {line}" for line in lines(plan.nearest))
+    elif not plan.fits:
+        yield "no settings of this model fit this machine"
+
+
+def settings_text(plan: Plan) -> str:
+    """The options that give this plan."""
+    p = plan.placement
+    text = f"--dram-records {p.dram_records} --context {p.wanted.context} --streams {p.wanted.streams}"
+    text += f" --kv-format {p.kv_format} --chunk {p.wanted.chunk}"
+    return text + (f" --slots {p.slots}" if plan.hardware.gpus else "")
+
+
+def _where(plan: Plan) -> Iterator[str]:
+    p, experts = plan.placement, plan.question.geometry.experts
+    if plan.hardware.gpus:
+        each = f"each of {p.ranks} devices" if p.ranks > 1 else "device"
+        if p.ranks < plan.hardware.gpus:
+            each += f" ({plan.hardware.gpus - p.ranks} left over: records divide by powers of two)"
+        yield f"{each}: {p.device_bytes / GIB:.1f} of {p.device_limit / GIB:.1f} GiB: " + _listed(p.device)
+        yield f"  {p.slots} of {experts} experts of each layer in slots"
+    yield f"host: {p.host_bytes / GIB:.0f} of {p.host_limit / GIB:.0f} GiB: " + _listed(p.host)
+    yield f"  {p.dram_records} of {experts} experts of each layer in DRAM"
+    yield f"disk: {sum(p.disk.values()) / GIB:.0f} GiB: " + _listed(p.disk)
+
+
+def _listed(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
+
+
+def explanation(plan: Plan) -> Iterator[str]:
+    """The model behind each number: seconds by part, and every cost with its source and spread."""
+    p, case, costs = plan.placement, plan.case, plan.costs
+    g = plan.question.geometry
+    yield f"model: {g.source}; experts {g.expert_format}" + (
+        "" if g.expert_format == "mxfp4" else ", re-quantized to MXFP4 in the store"
+    )
+    yield f"  checkpoint {g.parts.total / GIB:.1f} GiB: " + _listed(
+        {k: v for k, v in g.parts.model_dump().items() if v}
+    )
+    yield f"  record {g.record_bytes:,} bytes; KV " + ", ".join(
+        f"{name} {size.bytes_per_token:,.0f} bytes a token" for name, size in g.kv.formats.items()
+    )
+    step = decode_parts(case, costs) if case.draft is None else draft_parts(case, costs, 1, case.draft)
+    yield f"one decode step, {sum(step.values()) * 1e3:.2f} ms:"
+    for name, seconds in step.items():
+        yield f"  {name:20} {seconds * 1e3:8.3f} ms"
+    work = case.workload.bent(costs.skew.value)
+    yield (
+        f"  a layer misses {work.missed(p.slots, 1):.2f} of {work.top_k:.0f} experts "
+        f"({work.any_missed(p.slots, 1):.0%} of layers miss one), {work.missed(p.covered, 1):.2f} come from disk"
+    )
+    yield f"one step with {p.wanted.chunk:,} tokens of a prompt: the slowest of"
+    for name, seconds in chunk_parts(case, costs, p.wanted.chunk, 0).items():
+        yield f"  {name:20} {seconds * 1e3:8.0f} ms"
+    yield "costs (relative spread, source); low and high are each moved by its spread, effects added as squares:"
+    for name, known in costs.items():
+        yield f"  {name:12} {known.value:10.4g}  +-{known.spread:4.0%}  {known.why}"
+
+
+def compared(first: Plan, second: Plan, names: tuple[str, str]) -> Iterator[str]:
+    """Two plans side by side."""
+    yield f"{'':24} {names[0]:>14} {names[1]:>14}  ratio"
+    for name in first.metrics:
+        if name in second.metrics:
+            a, b = first.metrics[name][0], second.metrics[name][0]
+            yield f"{name:24} {a:14.4g} {b:14.4g}  {b / a if a else float('nan'):.2f}"
+
+
+def change(plan: Plan, other: Plan) -> Iterator[str]:
+    """What differs from `plan` in `other`: what an override changes."""
+    for name, (value, _, _) in other.metrics.items():
+        before = plan.metrics.get(name, (value, 0, 0))[0]
+        if before and abs(value / before - 1) > 0.005:
+            yield f"{name} {before:.4g} -> {value:.4g} ({value / before - 1:+.0%})"
+
+
+__all__ = ["change", "compared", "explanation", "lines", "make_plan", "settings_text"]
