@@ -17,13 +17,13 @@ from moetier.bench.meter import Meter
 from moetier.bench.probes import Coding, Decode, Prefill
 from moetier.bench.probes.base import Target
 from moetier.bench.provenance import Code, ModelFiles, machine_here, software
-from moetier.bench.result import Load, Result, Section, Served, cells_of, hashes_of
+from moetier.bench.result import Load, Result, Section, Served, cells_of, hashes_of, tier_cells
 from moetier.eval.report import Result as Answer
 from tests.bench.scripted import Script, scripted
 
 IDENTITY = "0" * 64
 PROBES = (
-    Decode(levels=(1, 2), repeats=5, seconds=0.2, warmup_seconds=0.05),
+    Decode(levels=(1, 2), repeats=5, seconds=0.1, warmup_seconds=0.02),
     Prefill(lengths=(32,), repeats=5),
     Coding(max_tokens=16, repeats=2),
 )
@@ -61,7 +61,7 @@ def sections(gap: float) -> tuple[Section, ...]:
     return tuple(asyncio.run(run()))
 
 
-def made(name: str = "tiny/a", gap: float = 0.02, commit: str = "1" * 40) -> Result:
+def made(name: str = "tiny/a", gap: float = 0.005, commit: str = "1" * 40) -> Result:
     """A whole result."""
     machine = MachineFile.model_validate(machine_here("here", "where the tests run"))
     served = Served(command=("{bin}/python", "-m", "server"), start_seconds=(1.5,))
@@ -79,7 +79,7 @@ def made(name: str = "tiny/a", gap: float = 0.02, commit: str = "1" * 40) -> Res
         served=served,
         load=Load(before=(0.1, 0.1, 0.1)),
         corpus_sha256="3" * 64,
-        boot=tuple(served.cells()),
+        boot=(*served.cells(), *tier_cells({}, {})),
         sections=sections(gap),
     ).sealed()
 

@@ -37,7 +37,7 @@ def near(value: float) -> object:
 
 @pytest.mark.parametrize("level", [1, 2, 4, 8, 16, 32])
 def test_decode_by_concurrency(level: int) -> None:
-    probe = Decode(levels=(level,), repeats=1, seconds=1.5, warmup_seconds=0.2)
+    probe = Decode(levels=(level,), repeats=1, seconds=1, warmup_seconds=0.1)
     cells = measured(Script(first=0.2, gap=0.05, per_chunk=3), probe)
     assert cells[f"decode.C{level}"].value == near(level * 3 / 0.05)
 

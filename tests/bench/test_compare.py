@@ -94,7 +94,7 @@ def test_speed(a: Cell, b: Cell, verdict: Verdict) -> None:
 
 
 def test_whole_results() -> None:
-    a, b = made("tiny/a", gap=0.02), made("tiny/b", gap=0.04)
+    a, b = made("tiny/a", gap=0.005), made("tiny/b", gap=0.01)
     found = compare(a, b, parts=("speed",))
     assert found.verdict is Verdict.REGRESS
     assert {line.about for line in found.lines if line.verdict is Verdict.REGRESS} >= {"decode.C1", "decode.C2"}

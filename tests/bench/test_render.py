@@ -23,7 +23,7 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "checkout"
     root.mkdir()
     commit = checkout(root)
-    for name, gap in (("tiny/a", 0.02), ("tiny/b", 0.04)):
+    for name, gap in (("tiny/a", 0.005), ("tiny/b", 0.01)):
         write_result(root / "results", made(name, gap, commit))
     (root / "README.md").write_text(f"# tiny\n\n{BEGIN}\n{END}\n\nmore\n")
     commit_all(root)
@@ -42,7 +42,7 @@ def test_what_is_rendered_is_what_the_results_say(root: Path) -> None:
     assert readme.endswith("\n\nmore\n")
     assert "the scripted server as tiny/a" in readme
     table = (root / "docs" / "benchmarks" / "0.1.0.md").read_text()
-    value = made("tiny/a", 0.02).cells["decode.C1"].value
+    value = made("tiny/a", 0.005).cells["decode.C1"].value
     assert value is not None
     assert f"| decode.C1 | tok/s | **{value:.3g}**" in table
     assert "no energy counter can be read" in table or "decode.C1.energy | J/token" in table

@@ -11,7 +11,7 @@ import yaml
 from moetier.bench import BenchError
 from moetier.bench.documents import Recipe, digest
 from moetier.bench.provenance import git
-from moetier.bench.result import SUMS, Result, cells_of, hashes_of, listed, read_result
+from moetier.bench.result import SUMS, Result, cells_of, hashes_of, listed, read_result, tier_cells
 from moetier.bench.samples import Cell
 
 
@@ -35,7 +35,8 @@ def problems(result: Result) -> Iterator[str]:
         yield "expected hashes of recipe, suite and machine"
     if result.recipe.model.identity not in (None, result.model.identity):
         yield "the model that was served is not the recipe's"
-    yield from _cells_differ("boot", result.boot, tuple(result.served.cells()))
+    whole = (*result.served.cells(), *tier_cells(result.counters_before, result.counters_after))
+    yield from _cells_differ("boot", result.boot, whole)
     try:
         probes = result.suite.probes_for(result.recipe)
     except BenchError as error:

@@ -30,7 +30,7 @@ FEWEST_SAMPLES = 5
 SPEED_GATE = 0.05
 RESAMPLES = 9999
 PARTS = ("quality", "speed")
-NOT_SPEED = ("quality.", "soak.", "boot.", "mixed.failed", "coding.same_again")
+NOT_SPEED = ("quality.", "soak.", "boot.", "tiers.", "mixed.failed", "coding.same_again")
 """Cells that are judged otherwise, or that a run has one sample of."""
 
 

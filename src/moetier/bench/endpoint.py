@@ -23,6 +23,8 @@ RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 _LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _EVERYWHERE = {"engine", "model_name"}
+_SUMMED = {"layer", "rank"}
+"""Labels of ours over which counters are added up."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,17 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text as name{labels} to value. Labels that all lines share are dropped, series of one name added."""
+    """Prometheus' text as name{labels} to value; layers and ranks are added up."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         match = _LINE.fullmatch(line.strip())
         if match is None or match[1].endswith(("_bucket", "_created")) or match[1].startswith(("python_", "process_")):
             continue
         labels = [(name, value) for name, value in _LABEL.findall(match[2] or "") if name not in _EVERYWHERE]
+        if any(name in _SUMMED for name, _ in labels):
+            if not match[1].endswith("_total"):
+                continue  # a sum of shares says nothing
+            labels = [(name, value) for name, value in labels if name not in _SUMMED]
         key = match[1] + ("{" + ",".join(f"{name}={value}" for name, value in sorted(labels)) + "}" if labels else "")
         value = float(match[3])
         if value == value and abs(value) != float("inf"):

@@ -16,7 +16,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: .25rem .6rem; text-align: left; vertical-align: top; }
-th { border-bottom: 2px solid #888; } td { border-bottom: 1px solid #ddd; } td.n { text-align: right;
+th { border-bottom: 2px solid #888; } td { border-bottom: 1px solid #ddd; } td.n, th.n { text-align: right;
 font-variant-numeric: tabular-nums; white-space: nowrap; } td.why { color: #8a3b00; } code { font-size: .9em;
 overflow-wrap: anywhere; } .tiles { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1rem 0; }
 .tile { border: 1px solid #ccc; border-radius: .5rem; padding: .6rem 1rem; min-width: 8rem; }
@@ -60,8 +60,12 @@ def _headline(result: Result) -> list[tuple[str, str]]:
     valid = [name for name, cell in result.cells.items() if cell.value is not None]
     decode = [name for name in valid if name.startswith("decode.C") and name.count(".") == 1]
     ttft = [name for name in valid if name.startswith("ttft.")]
-    chosen = [(name, f"{name.removeprefix('decode.C')} streams") for name in dict.fromkeys(decode[:1] + decode[-1:])]
+    chosen = [(name, _streams(name.removeprefix("decode.C"))) for name in dict.fromkeys(decode[:1] + decode[-1:])]
     return chosen + [(name, f"TTFT, {name.removeprefix('ttft.')} tokens") for name in ttft[-1:]]
+
+
+def _streams(number: str) -> str:
+    return f"{number} stream{'' if number == '1' else 's'}"
 
 
 def _tile(cell: Cell, label: str) -> str:
@@ -69,7 +73,8 @@ def _tile(cell: Cell, label: str) -> str:
 
 
 def _cells(cells: tuple[Cell, ...]) -> Iterator[str]:
-    yield "<table><tr><th>cell</th><th>median</th><th>range</th><th>samples</th><th>unit</th></tr>"
+    numbers = "".join(f'<th class="n">{head}</th>' for head in ("median", "range", "samples"))
+    yield f"<table><tr><th>cell</th>{numbers}<th>unit</th></tr>"
     for cell in cells:
         if cell.value is None or cell.low is None or cell.high is None:
             why = f'<td class="why" colspan="4">none: {escape(cell.reason or "")}</td>'

@@ -9,6 +9,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+from pydantic import Field
+
 import moetier
 from moetier.bench.samples import Frozen
 from moetier.doctor.probe.cpu import probe_cpu
@@ -28,8 +30,8 @@ NOT_CODE = ("results/", "docs/benchmarks/")
 class Code(Frozen):
     """commit: None outside a git checkout of moetier. changed: files that differ from it."""
 
-    version: str
-    commit: str | None = None
+    version: str = Field(pattern=r"^[0-9a-z.+-]+$")
+    commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
     changed: tuple[str, ...] = ()
 
 
@@ -63,7 +65,8 @@ def git(root: Path, *arguments: str) -> str | None:
 def code_of(root: Path) -> Code:
     """The commit of the checkout that the running package is from, and what differs from it."""
     package = Path(moetier.__file__).resolve()
-    head = git(root, "rev-parse", "HEAD") if package.is_relative_to(root.resolve()) else None
+    ours = (git(root, "rev-parse", "--show-toplevel") or "").strip() == str(root.resolve())
+    head = git(root, "rev-parse", "HEAD") if ours and package.is_relative_to(root.resolve()) else None
     if head is None:
         return Code(version=moetier.__version__)
     status = git(root, "status", "--porcelain=v1", "-z", "--untracked-files=all") or ""

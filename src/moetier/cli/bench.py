@@ -248,6 +248,62 @@ def report(
     out.write_text(page(found))
 
 
+@app.command("import")
+def import_file(
+    file: Annotated[Path, typer.Argument(help="What someone's `moetier prove` wrote.")],
+    root: Root = HERE,
+) -> None:
+    """Check a file of `moetier prove` and keep it in results/imported/, to be rendered with its mark."""
+    wanted()
+    from moetier.bench.prove import import_proof
+
+    path, result = import_proof(file, root / "results")
+    typer.echo(f"{path}: {result.recipe.summary} on {result.machine.summary}")
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="Id of the recipe to vary.")],
+    axis: Annotated[list[str], typer.Option(help="NAME=VALUE,VALUE: a setting, or vllm:--FLAG; repeat for more.")],
+    objective: Annotated[str, typer.Option(help="The cell to improve.")] = "decode.C1",
+    constraint: Annotated[list[str] | None, typer.Option(help="A bound, such as 'ttft.2048<3'; repeat.")] = None,
+    suite: Annotated[str, typer.Option(help="Whose probes measure.")] = "quick",
+    state: Annotated[Path, typer.Option(help="File of the trials; the same again resumes.")] = Path("sweep.jsonl"),
+    model: Annotated[Path | None, typer.Option(help="The checkpoint, if not where the recipe says.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Expert store (default: stores/MODEL of the checkout).")] = None,
+    root: Root = HERE,
+    as_json: Json = False,
+) -> None:
+    """Measure every combination of settings and print the best; applies nothing. Exit 1 if none qualifies."""
+    wanted()
+    from moetier.bench.documents import Library
+    from moetier.bench.run import measure_cells
+    from moetier.bench.sweep import Constraint, combinations, parse_axis, ranked, thinned, with_values
+    from moetier.bench.sweep import sweep as searched
+
+    library = Library(root)
+    base, bounds = library.recipe(recipe), [Constraint.parse(text) for text in constraint or ()]
+    chosen = thinned(library.suite(suite), [objective, *(bound.cell for bound in bounds)])
+    trials = [(values, with_values(base, values)) for values in combinations([parse_axis(text) for text in axis])]
+    measure, bound_to = measure_cells(library, say, model, store)
+    found = searched(trials, chosen, state, measure, bound_to, say)
+    best = ranked(found, objective, bounds)
+    if as_json:
+        typer.echo(json.dumps({"trials": [t.model_dump() for t in found], "best": best[0].values if best else None}))
+    else:
+        shown = [objective, *(bound.cell for bound in bounds)]
+        table = Table("settings", *shown, "")
+        for trial in [*best, *(trial for trial in found if trial not in best)]:
+            cells = [trial.by_name.get(name) for name in shown]
+            values = ["" if c is None else f"{c.value:g}" if c.value is not None else c.reason or "" for c in cells]
+            state_of = trial.failure or ("" if trial in best else "does not meet the constraints")
+            table.add_row(", ".join(f"{k}={v}" for k, v in trial.values.items()), *values, state_of)
+        Console().print(table)
+        typer.echo(f"best: {best[0].values}" if best else "no combination qualifies")
+    if not best:
+        raise typer.Exit(1)
+
+
 def _findings(found: list[str], fine: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"findings": found}))

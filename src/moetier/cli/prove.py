@@ -1,0 +1,44 @@
+"""`moetier prove`: doctor, identity and speed of one model in one file that can be shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moetier.cli.bench import say, wanted
+
+
+def prove(
+    context: typer.Context,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.json[.gz]", help="The file to write.")],
+    store: Annotated[Path | None, typer.Option(help="Its expert store (default: built for the while).")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as dram_records=25%.")
+    ] = None,
+    suite: Annotated[str, typer.Option(help="The suite to run.")] = "quick",
+) -> None:
+    """Check exactness and measure MODEL here; the file holds no prompt and no path. What follows `--` goes to vLLM."""
+    wanted()
+    from moetier.bench import BenchError
+    from moetier.bench.prove import prove as proved
+    from moetier.bench.prove import write_proof
+
+    if out.exists():
+        raise BenchError(f"{out} is there already; name another file")
+    result = proved(model, store, _settings(setting or []), tuple(context.args), suite, say)
+    write_proof(result, out)
+    typer.echo(f"{out}: {result.status}, {len(result.cells)} cells, seal {result.sha256[:16]}")
+    if result.status != "ok" or result.extra["identity"]["differ"]:
+        raise typer.Exit(1)
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs; a value is JSON where it is, else text."""
+    from moetier.bench.sweep import value_of
+
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise typer.BadParameter(f"expected NAME=VALUE, found {wrong[0]!r}", param_hint="--set")
+    return {name: value_of(value) for name, _, value in (pair.partition("=") for pair in pairs)}

@@ -1,0 +1,108 @@
+"""Sweeps: combinations, constraints, resuming after a kill, and that nothing is measured twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moetier.bench import BenchError
+from moetier.bench.documents import Recipe, Suite
+from moetier.bench.probes import Decode, Prefill, Quality
+from moetier.bench.samples import Cell, figure
+from moetier.bench.sweep import Constraint, Trial, combinations, parse_axis, ranked, sweep, thinned, with_values
+
+RECIPE = Recipe.model_validate(
+    {
+        "id": "tiny/a",
+        "summary": "x",
+        "model": {"name": "tiny", "folder": "models/tiny", "identity": "0" * 64},
+        "serve": {"engine": "moetier", "settings": {"threads": 2}, "vllm": ["--max-num-seqs", "8", "--enforce-eager"]},
+    }
+)
+SUITE = Suite(id="small", summary="x", probes=(Decode(), Prefill(), Quality()))
+AXES = [("dram_records", ["25%", 8]), ("disk_threads", [1, 8, 16])]
+
+
+def test_axes() -> None:
+    assert parse_axis("dram_records=25%,8,auto") == ("dram_records", ["25%", 8, "auto"])
+    assert len(list(combinations(AXES))) == 6
+    with pytest.raises(BenchError, match="expected NAME=VALUE"):
+        parse_axis("dram_records")
+    with pytest.raises(BenchError, match="given twice"):
+        list(combinations([("a", [1]), ("a", [2])]))
+
+
+def test_values_become_settings_and_flags() -> None:
+    varied = with_values(RECIPE, {"dram_records": "25%", "vllm:--max-num-seqs": 32, "vllm:--block-size": 64})
+    assert varied.serve.settings == {"threads": 2, "dram_records": "25%"}
+    assert varied.serve.vllm == ("--enforce-eager", "--max-num-seqs", "32", "--block-size", "64")
+    with pytest.raises(BenchError, match="unknown setting 'dram_record', did you mean 'dram_records'"):
+        with_values(RECIPE, {"dram_record": 1})
+    with pytest.raises(BenchError, match="share such as 25%"):
+        with_values(RECIPE, {"dram_records": "lots"})
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft.2048<", "<3", "ttft=3", "ttft.2048<nan", "ttft.2048<1e999", "a<b"])
+def test_constraints_that_are_none(text: str) -> None:
+    with pytest.raises(BenchError, match="expected a cell"):
+        Constraint.parse(text)
+
+
+def test_only_what_is_asked_is_measured() -> None:
+    thin = thinned(SUITE, ["decode.C8", "ttft.2048"])
+    assert [probe.probe for probe in thin.probes] == ["decode", "prefill"]
+    assert thin.probes[0].levels == (8,)  # type: ignore[union-attr]
+    with pytest.raises(BenchError, match="no probe for cells of fairness"):
+        thinned(SUITE, ["fairness.gap_p99_during"])
+
+
+def cells(speed: float, ttft: float | None) -> tuple[Cell, ...]:
+    none = None if ttft is not None else "too long"
+    return figure("decode.C1", "tok/s", "higher", [speed]), figure("ttft.2048", "s", "lower", [ttft or 0], none)
+
+
+def test_ranking_leaves_out_null_cells_and_broken_constraints() -> None:
+    trials = [
+        Trial(key="1", values={"n": 1}, cells=cells(10, 1)),
+        Trial(key="2", values={"n": 2}, cells=cells(30, 9)),
+        Trial(key="3", values={"n": 3}, cells=cells(40, None)),
+        Trial(key="4", values={"n": 4}, cells=cells(20, 2)),
+        Trial(key="5", values={"n": 5}, failure="out of memory"),
+    ]
+    best = ranked(trials, "decode.C1", [Constraint.parse("ttft.2048 < 3")])
+    assert [trial.values["n"] for trial in best] == [4, 1]
+    assert [trial.values["n"] for trial in ranked(trials, "ttft.2048", [])] == [1, 4, 2]
+
+
+def test_a_killed_sweep_resumes(tmp_path: Path) -> None:
+    state, measured = tmp_path / "sweep.jsonl", []
+    trials = [(values, with_values(RECIPE, values)) for values in combinations(AXES)]
+
+    def measure(recipe: Recipe, suite: Suite) -> tuple[tuple[Cell, ...], str | None]:
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        measured.append(recipe.serve.settings)
+        return cells(float(len(measured)), 1.0), None
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(trials, SUITE, state, measure, "commit", lambda _: None)
+    with state.open("a") as file:
+        file.write('{"key": "cut o')
+    measured.clear()
+    found = sweep(trials, SUITE, state, measure, "commit", lambda _: None)
+    assert len(measured) == 2
+    assert [trial.values for trial in found] == [values for values, _ in trials]
+    measured.clear()
+    assert sweep(trials, SUITE, state, measure, "commit", lambda _: None) == found
+    assert measured == []
+    sweep(trials[:1], SUITE, state, measure, "another commit", lambda _: None)
+    assert len(measured) == 1
+
+
+def test_another_file_is_no_state(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("hello\n")
+    with pytest.raises(BenchError, match="no state of a sweep"):
+        sweep([], SUITE, path, lambda *_: ((), None), "", lambda _: None)
+    assert path.read_text() == "hello\n"
