@@ -115,15 +115,16 @@ struct ThreadPool::State {
   }
 };
 
-ThreadPool::ThreadPool(int threads, std::vector<int> cpus)
+ThreadPool::ThreadPool(int threads, std::vector<std::vector<int>> cpus)
     : threads_(threads < 1 ? 1 : threads), owner_(static_cast<std::uint64_t>(getpid())),
       state_(std::make_unique<State>()) {
   State &state = *state_;
   state.workers.reserve(static_cast<std::size_t>(threads_ - 1));
   try {
     for (int index = 1; index < threads_; ++index) {
-      state.workers.emplace_back([&state, index, cpus] {
-        allow_cpus(cpus);
+      std::vector<int> own = cpus.empty() ? std::vector<int>() : cpus[static_cast<std::size_t>(index) % cpus.size()];
+      state.workers.emplace_back([&state, index, own = std::move(own)] {
+        allow_cpus(own);
         state.work(index);
       });
     }

@@ -35,8 +35,9 @@ void allow_cpus(const std::vector<int> &cpus);
 
 class ThreadPool {
 public:
-  // `threads` counts the caller of run(). Workers may use `cpus`; an empty list leaves their affinity alone.
-  ThreadPool(int threads, std::vector<int> cpus);
+  // `threads` counts the caller of run(), which stays where it is. Worker i, from 1 on, may use cpus[i % cpus.size()];
+  // an empty list leaves its affinity alone.
+  ThreadPool(int threads, std::vector<std::vector<int>> cpus);
   ~ThreadPool();
   ThreadPool(const ThreadPool &) = delete;
   ThreadPool &operator=(const ThreadPool &) = delete;

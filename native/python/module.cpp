@@ -102,7 +102,7 @@ NB_MODULE(_native, module) {
   });
 
   nb::class_<moetier::ThreadPool>(module, "Pool")
-      .def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("cpus"))
+      .def(nb::init<int, std::vector<std::vector<int>>>(), nb::arg("threads"), nb::arg("cpus"))
       .def_prop_ro("threads", &moetier::ThreadPool::threads);
 
   module.def(

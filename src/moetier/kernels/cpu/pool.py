@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moetier import machine
+from moetier import machine, numa
 from moetier.errors import SettingsError
 from moetier.kernels.cpu import _native
 
@@ -17,7 +17,8 @@ class ThreadPool:
     threads
         How many threads compute, the calling one included. Default: one per CPU, within the cgroup's quota.
     cpus
-        CPUs that the threads may use. Default: those of the process. The caller's own affinity is left as it is.
+        CPUs that the threads may use. Default: those of the process. Where they lie on several NUMA nodes, each thread
+        keeps to those of one. The caller's own affinity is left as it is.
 
     """
 
@@ -33,7 +34,8 @@ class ThreadPool:
         if not 1 <= count <= machine.MAX_THREADS:
             raise SettingsError(f"threads: expected 1 to {machine.MAX_THREADS}, found {count}")
         try:
-            self._native: _native.Pool | None = _native.Pool(count, list(chosen))
+            of_threads = numa.cpus_of_threads(count, chosen, numa.nodes(chosen))
+            self._native: _native.Pool | None = _native.Pool(count, [list(cpus) for cpus in of_threads])
         except RuntimeError as error:
             raise SettingsError(
                 f"expected to start {count} threads, found: {error}; set threads lower, or raise the limit on processes"
