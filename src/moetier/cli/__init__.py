@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from moetier.cli import bench, calibrate, doctor, identity, plan, serve, stack, store, trace, version
+from moetier.cli import bench, calibrate, doctor, identity, plan, prove, serve, stack, store, trace, version
 from moetier.cli import eval as evaluation
 from moetier.errors import MoetierError
 
@@ -28,6 +28,7 @@ app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("calibrate")(calibrate.calibrate)
 app.command("identity")(identity.identity)
+app.command("prove", context_settings={"allow_extra_args": True})(prove.prove)
 app.command("version")(version.version)
 
 
