@@ -15,7 +15,7 @@ from moetier.plan.hardware import MEASURED, hardware_of
 from moetier.plan.placement import Wanted, place
 from moetier.plan.planner import Question, make_plan
 from moetier.plan.predict import Case, Draft, band, decode_parts, decode_rate, draft_parts, metrics, ttft
-from moetier.plan.workload import NAMED, Workload, hit_rate, named, of, zipf
+from moetier.plan.workload import NAMED, POLICY, Workload, hit_rate, named, of, zipf
 from moetier.residency.simulate import hit_rate as simulated
 from moetier.residency.step import Step
 from moetier.residency.trace import Trace, TracedCall, TraceHeader, write_trace
@@ -164,10 +164,10 @@ def test_a_trace_gives_its_replayed_hit_rate(tmp_path):
     path = tmp_path / "t.trace"
     write_trace(path, TraceHeader(2, 16, 2, "0" * 64), routed(np.random.default_rng(0), 400))
     work = of(str(path), small_geometry())
-    assert work.hit_rate(6) == simulated(Trace.open(path), 6)
+    assert work.hit_rate(6) == simulated(Trace.open(path), 6, POLICY)
     assert work.missed(6, 1) == pytest.approx(2 * (1 - work.hit_rate(6)))
     assert work.distinct(1) == pytest.approx(2)
-    assert "LRU" in work.source
+    assert POLICY in work.source
     assert isinstance(work.bent(1.1), Workload)
 
 

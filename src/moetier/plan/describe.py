@@ -7,7 +7,8 @@ import re
 
 from moetier.doctor.facts import Disk, DiskRate, DramRate, Gpu, GpuRate, Machine, Rates
 from moetier.errors import SettingsError
-from moetier.plan.hardware import BY_SIZE, CARDS, GIB, described_cpu, described_memory, dram_by_channels
+from moetier.plan.cards import BY_SIZE, CARDS
+from moetier.plan.hardware import GIB, described_cpu, described_memory, dram_by_channels
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
@@ -44,25 +45,34 @@ def gpus(text: str, pcie: str | None = None) -> tuple[Gpu, ...]:
     count, times, what = text.strip().partition("x")
     if not times or not count.isdecimal() or not 1 <= int(count) <= MOST_GPUS:
         raise SettingsError(f"--gpus {text!r}: expected such as 4x32GB, 1xRTX5090, or none")
-    name, memory = _gpu(what)
+    name, memory, capability = _gpu(what)
     generation, width = _pcie(pcie) if pcie else (None, None)
     return tuple(
-        Gpu(index=index, name=name, memory_bytes=memory, pcie_generation=generation, pcie_width=width)
+        Gpu(
+            index=index,
+            name=name,
+            memory_bytes=memory,
+            compute_capability=capability,
+            pcie_generation=generation,
+            pcie_width=width,
+        )
         for index in range(int(count))
     )
 
 
-def _gpu(what: str) -> tuple[str, int]:
+def _gpu(what: str) -> tuple[str, int, str]:
+    """Name, memory and compute capability."""
     squeezed = re.sub(r"[^a-z0-9]", "", what.lower())
     for card in sorted(CARDS, key=lambda card: -len(card.name)):
         if re.sub(r"[^a-z0-9]", "", card.name.lower()) in squeezed:
-            return card.name, card.gib * GIB
+            return card.name, card.gib * GIB, card.capability
     if _SIZE.fullmatch(what) is None:
         known = ", ".join(card.name for card in CARDS)
         raise SettingsError(f"--gpus: {what!r} is neither a size such as 32GB nor a card that we know: {known}")
     memory = size(what, "--gpus", memory=True)
     near = min(BY_SIZE, key=lambda gib: abs(gib - memory / GIB))
-    return f"{memory / GIB:g} GB card, taken for {BY_SIZE[near]}", memory
+    usual = next(card for card in CARDS if card.name == BY_SIZE[near])
+    return f"{memory / GIB:g} GB card, taken for {usual.name}", memory, usual.capability
 
 
 def _pcie(text: str) -> tuple[int, int]:

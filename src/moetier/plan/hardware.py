@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from moetier.doctor.facts import Cpu, Gpu, Machine, Memory, Rates
 from moetier.errors import SettingsError
 from moetier.formats.record import RecordLayout
+from moetier.plan.cards import BY_SIZE, CARDS, Card
 
 GIB = 2**30
 MEASURED, STATED, NOMINAL, ASSUMED = 0.05, 0.10, 0.15, 0.30
@@ -27,30 +28,6 @@ class Known:
     why: str
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU's data sheet: memory rate in GB/s, dense bf16 TFLOP/s, and its link (PCIe generation)."""
-
-    name: str
-    gib: int
-    gbps: float
-    tflops: float
-    pcie: int
-
-
-CARDS = (
-    Card("RTX 5080", 16, 960, 225, 5), Card("RTX 5070 Ti", 16, 896, 176, 5), Card("RTX 4080", 16, 717, 195, 4),
-    Card("RTX 3090", 24, 936, 71, 4), Card("RTX 4090", 24, 1008, 165, 4), Card("RTX 5090", 32, 1792, 209, 5),
-    Card("V100", 32, 900, 112, 3), Card("A100-PCIE-40GB", 40, 1555, 312, 4), Card("A100-SXM4-40GB", 40, 1555, 312, 4),
-    Card("RTX A6000", 48, 768, 155, 4), Card("RTX 6000 Ada", 48, 960, 364, 4), Card("L40S", 48, 864, 362, 4),
-    Card("A100", 80, 2039, 312, 4), Card("H100", 80, 3350, 989, 5), Card("RTX PRO 6000", 96, 1792, 503, 5),
-    Card("H20", 96, 4000, 148, 5), Card("H200", 141, 4800, 989, 5), Card("B200", 180, 8000, 2250, 5),
-    Card("B300", 270, 8000, 2250, 5),
-)  # fmt: skip
-"""From the makers' data sheets; dense tensor rates with 32-bit accumulation."""
-BY_SIZE = {16: "RTX 5080", 24: "RTX 4090", 32: "RTX 5090", 40: "A100-PCIE-40GB", 48: "RTX 6000 Ada", 80: "H100",
-           96: "RTX PRO 6000", 141: "H200", 180: "B200", 270: "B300"}  # fmt: skip
-"""Which card a size of memory stands for, where nothing else is said."""
 LANE_GBPS = {2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """PCIe's payload in GB/s a lane, before packet headers."""
 LINK_SHARE = 0.87

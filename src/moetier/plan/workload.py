@@ -17,6 +17,7 @@ from moetier.errors import SettingsError
 from moetier.plan.geometry import Geometry
 from moetier.residency.simulate import hit_rate as simulated_hit_rate
 from moetier.residency.trace import Trace
+from moetier.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ NAMED = {
     "deep": Named(1.17, 131072, PUBLISHED + "mixed prompts, hit rate 0.87, behind 2K to 512K of context"),
 }
 DEFAULT = "mixed"
+POLICY: str = Settings.model_fields["policy"].default
+"""What a server runs unless told otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +148,7 @@ def of(name: str, geometry: Geometry) -> Workload:
             f"{geometry.experts}, top-{geometry.top_k}: record one of this model"
         )
     chances = _counted(path)
-    source = f"decode steps of {path}; hit rates by replay under LRU, which learns from its first fifth"
+    source = f"decode steps of {path}; hit rates by replay under the policy {POLICY}, which learns from its first fifth"
     return Workload(path.name, source, _scaled(chances, header.top_k), NAMED[DEFAULT].depth, trace=path)
 
 
@@ -169,4 +172,4 @@ def _counted(path: Path) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=256)
 def _simulated(path: Path, slots: int) -> float:
-    return simulated_hit_rate(Trace.open(path), slots)
+    return simulated_hit_rate(Trace.open(path), slots, POLICY)
