@@ -25,7 +25,6 @@ BACKENDS = {
         (f"{MLA}.flashmla_sparse", "FlashMLASparseBackend"),
         (f"{MLA}.flashinfer_mla_sparse", "FlashInferMLASparseTRTLLMBackend"),
         (f"{MLA}.flashinfer_mla_sparse", "FlashInferMLASparseSM120Backend"),
-        (f"{MLA}.flashattn_mla_sparse", "FlashAttnMLASparseBackend"),
     ),
     "deepseek_v3": ((f"{MLA}.triton_mla", "TritonMLABackend"),),
     "glm4_moe": (
@@ -33,7 +32,7 @@ BACKENDS = {
         ("vllm.v1.attention.backends.triton_attn", "TritonAttentionBackend"),
     ),
 }
-"""What vLLM may compute each model's attention with, on CUDA."""
+"""What vLLM may compute each model's attention with, on CUDA (of what its CPU build can import)."""
 SAME_ATTENTION = {
     "glm_moe_dsa": "deepseek_v32",
     "kimi_k2": "deepseek_v3",
