@@ -144,6 +144,17 @@ def test_edges_of_the_shift(pool, isa, scale, exponent):
     check_layer(pool, isa, layer, (x, ids, weights), PLAIN)
 
 
+def test_the_largest_finite_inputs(pool, isa):
+    """Their blocks have e = 122 and q = 64, and 64 * 2^122 is no float32."""
+    rng = np.random.default_rng(17)
+    geometry = LayerGeometry(64, 64, experts=2, top_k=1)
+    layer = make_layer(rng, geometry, (2, 6), (118, 124))
+    x, ids, weights = make_inputs(rng, geometry, 24)
+    x = np.where(rng.random(x.shape) < 0.2, np.sign(x) * oracle.from_bf16(np.full(x.shape, 0x7F7F, np.uint16)), x)
+    wanted = check_layer(pool, isa, layer, (x, ids, weights), PLAIN)
+    assert np.isfinite(oracle.from_bf16(wanted)).any()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 def test_bad_rows_stay_in_their_rows(pool, isa, bad, family):
