@@ -17,6 +17,7 @@ from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
 from moetier.plan.parts import sort_tensors
 from moetier.store import config as keys
+from moetier.store.origin import Origin
 from moetier.store.remote.fetch import Fetcher, Patience, RemoteFile
 from moetier.store.remote.hub import SCHEME, Repository, open_repository
 from moetier.store.shards import (
@@ -48,7 +49,8 @@ def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geomet
         )
     config, _ = read_json(folder / "config.json")
     tensors = Shards.open(folder).tensors.values()
-    return geometry_of(folder.resolve().name, str(folder), config, tensors, kv_bytes_per_token)
+    origin = Origin.read(folder)
+    return geometry_of(folder.resolve().name, str(folder), config, tensors, kv_bytes_per_token, origin)
 
 
 def read_hub(
@@ -133,15 +135,22 @@ def geometry_of(
     config: dict[str, Any],
     tensors: Iterable[Tensor],
     kv_bytes_per_token: float | None = None,
+    origin: Origin | None = None,
 ) -> Geometry:
-    """Put config.json and headers together; CheckpointError where they do not agree."""
+    """Put config.json and headers together; CheckpointError where they do not agree.
+
+    origin: of a trimmed checkpoint, whose experts are in a store and not among the tensors.
+    """
     tensors = list(tensors)
     text = keys.text_config(config)
     layers = keys.required(text, keys.LAYERS)
     hidden = keys.required(text, keys.HIDDEN)
     intermediate = keys.required(text, keys.INTERMEDIATE)
     experts, top_k = keys.required(text, keys.EXPERTS), keys.required(text, keys.TOP_K)
-    moe, formats = _routed(tensors, layers, experts, hidden * intermediate)
+    if origin is None:
+        moe, formats = _routed(tensors, layers, experts, hidden * intermediate)
+    else:
+        moe, formats = sum(layer.number < layers for layer in origin.moe_layers), origin.source_format
     sorted_tensors = sort_tensors(tensors, layers)
     layout: KvLayout = kv.kv_layout(text, layers) if kv_bytes_per_token is None else kv.stated(kv_bytes_per_token)
     return Geometry(

@@ -1,0 +1,86 @@
+"""From a plan to the server's settings."""
+
+import pytest
+
+from moetier.errors import SettingsError
+from moetier.plan.headers import read_folder
+from moetier.plan.serving import Given, length_of, plan_serving, records_of
+from moetier.settings import Settings
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.trim import trim_checkpoint
+
+
+def test_the_plan_becomes_settings_that_the_server_takes(nano, tmp_path):
+    serving = plan_serving(nano, Given(), on_gpu=False)
+    assert serving.plan.fits
+    assert serving.changes == ()
+    settings = Settings.parse({"store": tmp_path, **serving.settings})
+    assert settings.dram_records == serving.plan.question.geometry.experts
+    assert settings.slots == 0
+    assert serving.kv_cache_gib > 0
+
+
+def test_an_override_says_what_it_changes(nano):
+    serving = plan_serving(nano, Given(dram_records="25%"), on_gpu=False)
+    experts = serving.plan.question.geometry.experts
+    assert serving.settings["dram_records"] == experts // 4
+    text = "; ".join(serving.changes)
+    assert f"dram_records {experts} -> {experts // 4}" in text
+    assert "decode_tok_s" in text
+
+
+def test_vllms_own_context_is_planned_for(nano):
+    whole = plan_serving(nano, Given(), on_gpu=False)
+    short = plan_serving(nano, Given(arguments=("--max-model-len", "128")), on_gpu=False)
+    assert short.kv_cache_gib < whole.kv_cache_gib
+    assert short.arguments(("--max-model-len", "128")) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "length"),
+    [
+        ((), None),
+        (("--max-model-len", "4096"), 4096),
+        (("--max-model-len=4096", "--x"), 4096),
+        (("--max-model-len",), None),
+        (("--max-model-len", "32k"), None),
+    ],
+)
+def test_length_of_vllms_arguments(arguments, length):
+    assert length_of(arguments) == length
+
+
+@pytest.mark.parametrize(("text", "records"), [(None, None), ("auto", None), ("25%", 16), ("7", 7), ("100%", 64)])
+def test_records_as_serve_takes_them(text, records):
+    assert records_of(text, 64) == records
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "101%", "x%"])
+def test_records_that_are_none(text):
+    with pytest.raises(SettingsError, match="--dram-records"):
+        records_of(text, 64)
+
+
+def test_what_does_not_fit_is_refused_with_what_does(nano, monkeypatch):
+    import moetier.plan.serving as module
+
+    here = module._here
+
+    def small(folder, on_gpu):
+        found = here(folder, on_gpu)
+        memory = found.memory.model_copy(update={"limit_bytes": 1 << 30})
+        return found.model_copy(update={"memory": memory})
+
+    monkeypatch.setattr(module, "_here", small)
+    with pytest.raises(SettingsError, match="does not fit"):
+        plan_serving(nano, Given(), on_gpu=False)
+
+
+def test_a_trimmed_checkpoint_is_planned_as_the_whole_one(nano, tmp_path):
+    trim_checkpoint(Checkpoint.open(nano), tmp_path / "trimmed")
+    whole, trimmed = read_folder(nano), read_folder(tmp_path / "trimmed")
+    assert (trimmed.moe_layers, trimmed.experts, trimmed.record_bytes) == (
+        whole.moe_layers, whole.experts, whole.record_bytes,
+    )  # fmt: skip
+    assert trimmed.parts.experts == 0
+    assert trimmed.parts.resident == whole.parts.resident
