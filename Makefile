@@ -8,6 +8,7 @@
 #   SERVE        the arguments of `moetier serve`, and
 #   SERVE_VLLM   those that it passes on to vLLM
 #   SANITIZE     the sanitizers of `make sanitize`, each built into build/sanitize-NAME
+#   RECIPES      what `make bench` measures: the first is compared with each of the others
 #   ARGS         further arguments for the target's program, such as make test ARGS='-k store -x'
 PYTHON ?= python3
 VLLM ?=
@@ -16,6 +17,7 @@ TORCH_INDEX ?=
 SERVE ?= models/nano-mxfp4 --store stores/nano --build-store --dram-records 25% --port 8000
 SERVE_VLLM ?= --enable-auto-tool-choice --tool-call-parser glm45 --reasoning-parser glm45
 SANITIZE ?= address,undefined thread
+RECIPES ?= nano/tiered-25 nano/dram nano/stock
 ARGS ?=
 
 SHELL := /bin/bash
@@ -23,7 +25,7 @@ BIN := .venv/bin
 NATIVE = find native -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh'
 export PYTHON VLLM TORCH TORCH_INDEX
 
-.PHONY: help setup serve test check format sanitize lock clean distclean
+.PHONY: help setup serve test bench check format sanitize lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +45,18 @@ serve: setup
 ## test       set up, then run every test
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
+
+## bench      set up, then measure nano tiered, all in DRAM and in stock vLLM (a quarter of an hour), compare and render
+# Wants a clean tree, the model nano-bf16 (MOETIER_SHARED_MODELS) and a file of machines/ that describes the hardware.
+# A comparison that regresses in quality fails; of speed it only tells.
+bench: setup
+	@set -e; found=(); \
+	for recipe in $(RECIPES); do found+=("$$($(BIN)/moetier bench run $$recipe --suite quick $(ARGS))"); done; \
+	for other in "$${found[@]:1}"; do \
+	  $(BIN)/moetier bench compare "$$other" "$${found[0]}" --only quality || [ $$? = 3 ]; \
+	  $(BIN)/moetier bench compare "$$other" "$${found[0]}" --only speed || [ $$? != 2 ]; \
+	done; \
+	$(BIN)/moetier bench check; $(BIN)/moetier bench render
 
 ## check      set up, then lint, check types and formatting
 check: setup

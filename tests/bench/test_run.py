@@ -1,0 +1,173 @@
+"""A real run: the bundled model served with a quarter of its experts in DRAM, probed, and found to be what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from moetier.bench import BenchError
+from moetier.bench.check import problems
+from moetier.bench.documents import Library, MachineFile, Recipe, Suite
+from moetier.bench.probes import Coding, Decode, Prefill, Quality
+from moetier.bench.provenance import changed_files, code_of, machine_here, model_files
+from moetier.bench.result import Result, to_text
+from moetier.bench.run import Run, check_machine, set_folders
+from moetier.bench.server import Place, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = Suite(
+    id="smoke",
+    summary="for tests",
+    probes=(
+        Decode(levels=(1, 3), repeats=1, seconds=0.5, warmup_seconds=0.1),
+        Prefill(lengths=(300, 100_000), repeats=1),
+        Coding(max_tokens=24, repeats=1),
+        Quality(tasks=("arithmetic", "nowhere"), limit=6, concurrency=3),
+    ),
+)
+
+
+def run_of(recipe: Recipe, tmp_path: Path, model: Path) -> Run:
+    machine = MachineFile.model_validate(machine_here("here", "where the tests run"))
+    place = Place(model, tmp_path / "store", tmp_path / "scratch", free_port())
+    return Run(ROOT, recipe, SMOKE, machine, code_of(ROOT), model_files(model), place, set_folders(ROOT))
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """One run for all tests of this file; skips without vLLM."""
+    pytest.importorskip("vllm")
+    recipe = Library(ROOT).recipe("nano/tiered-25").model_copy(update={"params": {}})
+    run = run_of(recipe, tmp_path_factory.mktemp("run"), ROOT / "models" / "nano-mxfp4")
+    children = set(psutil.Process().children(recursive=True))
+    result = run.measure(print)
+    left = [child for child in psutil.Process().children(recursive=True) if child not in children]
+    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+    return result
+
+
+def test_it_is_whole_and_contradicts_itself_nowhere(result: Result) -> None:
+    assert result.failure is None
+    assert list(problems(Result.model_validate_json(to_text(result)))) == []
+
+
+def test_its_figures_are_there_or_have_a_reason(result: Result) -> None:
+    cells = result.cells
+    for name in ("boot.start", "decode.C1", "decode.C3", "ttft.300", "coding.ttft", "tiers.hit_share"):
+        assert cells[name].value, cells[name].reason
+    assert cells["ttft.100000"].reason == "needs 100001 positions, the server has 2048"
+    assert cells["quality.nowhere"].reason == "the set nowhere is not here"
+    assert (cells["quality.arithmetic"].value or 0) > 0.5
+
+
+def test_a_quarter_of_the_experts_in_dram_misses_some(result: Result) -> None:
+    share, reads = result.cells["tiers.hit_share"].value, result.cells["tiers.disk_reads"].value
+    assert share is not None
+    assert reads is not None
+    assert 0 < share < 1
+    assert reads > 0
+
+
+def test_no_folder_of_this_machine_is_in_it(result: Result) -> None:
+    text = json.dumps({k: v for k, v in json.loads(to_text(result)).items() if k != "code"})
+    for folder in (str(ROOT), str(Path.home()) + "/", sys.prefix, "/tmp/"):
+        assert folder not in text
+
+
+def test_a_server_that_does_not_come_up_is_a_failed_result(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    recipe = Library(ROOT).recipe("nano/tiered-25")
+    serve = recipe.serve.model_copy(update={"vllm": ("--no-such-flag",)})
+    run = run_of(recipe.model_copy(update={"serve": serve}), tmp_path, ROOT / "models" / "nano-mxfp4")
+    failed = run.measure(lambda _: None)
+    assert failed.status == "failed"
+    assert "the server ended after" in (failed.failure or "")
+    assert "__failed-" in failed.name
+
+
+def bench(*arguments: str, code: int) -> str:
+    command = [str(Path(sys.executable).with_name("moetier")), "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def test_every_document_is_right() -> None:
+    assert "none is wrong" in bench("lint", code=0)
+
+
+def test_results_are_as_they_were_measured_and_rendered() -> None:
+    assert "as they were measured" in bench("check", code=0)
+    assert "what the results give" in bench("render", "--check", code=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "deepseek-v4-flash/1x32gb"), "is a plan: pin its revision"),
+        (("run", "nano/none"), "is not there; `moetier bench list` shows what is"),
+        (("run", "../x"), "expected small letters"),
+        (("run", "nano/dram", "--suite", "none"), "is not there"),
+        (("compare", "README.md", "README.md"), "expected a result of `moetier bench run`"),
+        (("show", "recipe", "nano/none"), "is not there"),
+        (("import", "README.md"), "expected a file of `moetier prove`"),
+        (("sweep", "nano/dram", "--axis", "dram_record=1"), "did you mean 'dram_records'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_refusals_are_one_clear_error(arguments: tuple[str, ...], said: str) -> None:
+    told = bench(*arguments, code=2)
+    assert said in " ".join(told.split())
+    assert told.count("moetier: error:") == 1
+
+
+def test_a_machine_that_is_too_small_is_refused() -> None:
+    here = MachineFile.model_validate(machine_here("here", "x"))
+    recipe = Recipe.model_validate(
+        {
+            **Library(ROOT).recipe("nano/dram").model_dump(),
+            "requires": {"cpus": 5000, "host_gib": 1e6, "gpus": 64, "gpu_gib": 1},
+        }
+    )
+    with pytest.raises(BenchError, match=r"needs 5000 CPUs \(found \d+\); 1e\+06 GiB .*; 64 GPUs"):
+        check_machine(recipe, here)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("id: tiny/a\nid: tiny/b\n", "the key id occurs twice"),
+        ("id: tiny/b\n", "summary: Field required"),
+        ("[1, 2", "expected YAML"),
+        ("!!python/object/apply:os.system [ls]\n", "expected YAML"),
+        ("id: tiny/a\nsummary: x\nspeed: 9\n", "speed: Extra inputs are not permitted"),
+        ("", "Input should be a valid dictionary"),
+        ("a: &a [*a]\n", "expected YAML"),
+    ],
+)
+def test_bad_recipes_are_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "recipes" / "tiny").mkdir(parents=True)
+    (tmp_path / "recipes" / "tiny" / "a.yaml").write_text(text)
+    (finding,) = list(Library(tmp_path).lint())
+    assert "recipes/tiny/a.yaml" in finding
+    assert said in finding or "Extra inputs" in finding
+
+
+def test_a_recipe_in_the_wrong_place(tmp_path: Path) -> None:
+    (tmp_path / "recipes" / "tiny").mkdir(parents=True)
+    values = Library(ROOT).recipe("nano/dram").model_dump(mode="json")
+    (tmp_path / "recipes" / "tiny" / "a.yaml").write_text(yaml.safe_dump(values))
+    (finding,) = list(Library(tmp_path).lint())
+    assert "expected the id of its place, tiny/a, found nano/dram" in finding
+
+
+def test_porcelain_is_read_without_losing_letters() -> None:
+    status = " M src/a.py\0?? results/x.json\0R  new name.py\0old.py\0 M docs/benchmarks/0.1.0.md\0"
+    assert changed_files(status) == ["new name.py", "old.py", "src/a.py"]
