@@ -111,7 +111,7 @@ def explanation(plan: Plan) -> Iterator[str]:
     yield f"one step with {p.wanted.chunk:,} tokens of a prompt: the slowest of"
     for name, seconds in chunk_parts(case, costs, p.wanted.chunk, 0).items():
         yield f"  {name:20} {seconds * 1e3:8.0f} ms"
-    yield "costs (relative spread, source); low and high are each moved by its spread, effects added as squares:"
+    yield "costs (relative spread, source); each moves low and high by its effect, added as squares:"
     for name, known in costs.items():
         yield f"  {name:12} {known.value:10.4g}  +-{known.spread:4.0%}  {known.why}"
 

@@ -84,7 +84,7 @@ def plan_serving(folder: Path, given: Given, on_gpu: bool) -> Serving:
 
 
 def _here(folder: Path, on_gpu: bool) -> Machine:
-    """The machine we are on, with the memory that is free now, without its GPUs where vLLM uses none; one rank serves."""
+    """The machine we are on: what is free of it now, and one GPU, as one rank serves, or none where vLLM uses none."""
     found = facts(folder)
     memory = found.memory.model_copy(update={"limit_bytes": max(found.memory.available_bytes, 1)})
     gpus = found.gpus[:1] if on_gpu else ()
