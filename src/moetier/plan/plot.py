@@ -8,8 +8,9 @@ from html import escape
 from moetier.plan.hardware import GIB
 from moetier.plan.planner import Plan
 from moetier.plan.predict import chunk_parts, decode_parts, draft_parts
+from moetier.plan.report import number
 
-WIDTH, LEFT, RIGHT, BAR, GAP = 860, 150, 90, 26, 46
+WIDTH, LEFT, RIGHT, BAR, GAP = 900, 130, 130, 22, 54
 FONT = 'font-family="sans-serif" font-size="11"'
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
@@ -51,7 +52,7 @@ def _title(plan: Plan) -> str:
 def _speed(plan: Plan) -> str:
     value, low, high = plan.metrics["decode_tok_s"]
     return (
-        f"{value:.3g} tokens/s ({low:.3g} to {high:.3g}), workload {plan.case.workload.name}; "
+        f"{number(value)} tokens/s ({number(low)} to {number(high)}), workload {plan.case.workload.name}; "
         f"{plan.placement.slots} slots and {plan.placement.dram_records} records in DRAM "
         f"of {plan.question.geometry.experts} experts of a layer"
     )
@@ -64,18 +65,14 @@ def _gib(parts: dict[str, int]) -> dict[str, float]:
 def _bar(top: float, name: str, sizes: dict[str, float], limit: float, unit: str) -> Iterator[str]:
     """Parts side by side on a line that is `limit` long, or as long as they are where that is more."""
     whole = max(limit, sum(sizes.values())) or 1.0
-    scale, x = (WIDTH - LEFT - RIGHT) / whole, float(LEFT)
-    yield f'<text x="{LEFT - 8}" y="{top + 17}" text-anchor="end">{escape(name)}</text>'
+    scale, x, legend = (WIDTH - LEFT - RIGHT) / whole, float(LEFT), list[str]()
+    yield f'<text x="{LEFT - 8}" y="{top + 15}" text-anchor="end">{escape(name)}</text>'
     yield f'<rect x="{LEFT}" y="{top}" width="{limit * scale:.1f}" height="{BAR}" fill="#f2f2f2" stroke="#999"/>'
     for index, (part, size) in enumerate(sizes.items()):
-        width = size * scale
-        if width < 0.5:
-            continue
-        tip = f"<title>{escape(part)}: {size:.3g} {unit}</title>"
-        colour = COLOURS[index % len(COLOURS)]
-        yield f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{colour}">{tip}</rect>'
-        text = f"{part} {size:.3g}"
-        if width > 6 * len(text):
-            yield f'<text x="{x + 4:.1f}" y="{top + 17}" fill="white">{escape(text)}</text>'
+        width, colour = size * scale, COLOURS[index % len(COLOURS)]
+        if width >= 0.05:
+            yield f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>'
+            legend.append(f'<tspan fill="{colour}" dx="8">{escape(part)} {number(size)}</tspan>')
         x += width
-    yield f'<text x="{WIDTH - RIGHT + 8}" y="{top + 17}">{sum(sizes.values()):.3g} of {limit:.3g} {unit}</text>'
+    yield f'<text x="{LEFT - 8}" y="{top + BAR + 13}" font-size="10">{"".join(legend)}</text>'
+    yield f'<text x="{WIDTH - RIGHT + 8}" y="{top + 15}">{number(sum(sizes.values()))} of {number(limit)} {unit}</text>'

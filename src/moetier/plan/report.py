@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moetier.plan.hardware import GIB
-from moetier.plan.planner import Plan, make_plan
+from moetier.plan.planner import Plan
 from moetier.plan.predict import chunk_parts, decode_parts, draft_parts
 
 LABELS = {
@@ -18,6 +18,11 @@ LABELS = {
     "start_s": "start",
 }
 UNITS = {"tok_s": "tokens/s", "s": "s"}
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -37,10 +42,10 @@ def lines(plan: Plan) -> Iterator[str]:
             continue
         value, low, high = plan.metrics[name]
         unit = UNITS["tok_s" if name.endswith("tok_s") else "s"]
-        yield f"  {label:24} {value:10.3g} {unit:9} ({low:.3g} to {high:.3g})"
+        yield f"  {label:24} {number(value):>10} {unit:9} ({number(low)} to {number(high)})"
     if q.draft is not None:
         value, low, high = plan.metrics["decode_no_draft_tok_s"]
-        yield f"  {'without the draft':24} {value:10.3g} {'tokens/s':9} ({low:.3g} to {high:.3g})"
+        yield f"  {'without the draft':24} {number(value):>10} {'tokens/s':9} ({number(low)} to {number(high)})"
     if plan.exchange is not None:
         yield (
             f"one slot of each layer is worth {plan.exchange.context_tokens:,} tokens of context and "
@@ -83,7 +88,7 @@ def _where(plan: Plan) -> Iterator[str]:
 
 
 def _listed(parts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
+    return ", ".join(f"{name} {number(size / GIB)}" for name, size in parts.items())
 
 
 def explanation(plan: Plan) -> Iterator[str]:
@@ -130,7 +135,4 @@ def change(plan: Plan, other: Plan) -> Iterator[str]:
     for name, (value, _, _) in other.metrics.items():
         before = plan.metrics.get(name, (value, 0, 0))[0]
         if before and abs(value / before - 1) > 0.005:
-            yield f"{name} {before:.4g} -> {value:.4g} ({value / before - 1:+.0%})"
-
-
-__all__ = ["change", "compared", "explanation", "lines", "make_plan", "settings_text"]
+            yield f"{name} {number(before)} -> {number(value)} ({value / before - 1:+.0%})"
