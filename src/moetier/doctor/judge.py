@@ -54,8 +54,9 @@ def _cpu(cpu: Cpu) -> Iterator[Finding]:
         yield Finding(
             about="cpu",
             verdict=SLOW,
-            text=f"{cpu.model} has none of the instruction sets that the kernels know: portable code computes",
-            remedy="use a processor with AVX2, AVX-512 or NEON; a virtual machine may hide what its host has",
+            text="none of the instruction sets that the kernels know may be used: portable code computes",
+            remedy="unset MOETIER_ISA if it is set, and let a virtual machine show what its host has; else use a processor "
+            "with AVX2, AVX-512 or NEON",
         )
     kernel = f", kernels {cpu.isas[0]}" if cpu.isas else ""
     yield Finding(

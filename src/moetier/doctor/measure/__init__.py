@@ -27,22 +27,23 @@ def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda
 
     """
     stride = RecordLayout.of(parse_shape(shape)).stride
-    cpu = machine.cpu
-    report(f"copies of {len(machine.gpus)} devices")  # first: this is what a wrong build of torch cannot do
+    cpu, disk = machine.cpu, machine.disk
+    # What may be impossible comes first: a build of torch without CUDA, a disk without room.
+    report(f"copies of {len(machine.gpus)} devices")
     links = measure_links(machine.gpus)
+    if disk:
+        report(f"reading records of {stride / 1e6:.1f} MB from {disk.path}")
+    disk_read = measure_disk(disk, stride) if disk else ()
     report(f"reading DRAM with 1 to {len(cpu.allowed)} threads")
-    dram = measure_dram(cpu)
+    dram_read = measure_dram(cpu)
     report(f"the CPU kernel, {cpu.threads} threads, shape {shape}")
-    kernel = measure_kernel(shape, cpu.threads)
-    if machine.disk:
-        report(f"reading records of {stride / 1e6:.1f} MB from {machine.disk.path}")
     return Rates(
         identity=machine.identity,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        dram_read=dram,
-        kernel=kernel,
+        dram_read=dram_read,
+        kernel=measure_kernel(shape, cpu.threads),
         host_to_device=links.host_to_device,
         device_to_host=links.device_to_host,
         device_copy=links.device_copy,
-        disk_read=measure_disk(machine.disk, stride) if machine.disk else (),
+        disk_read=disk_read,
     )
