@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moetier.errors import UnsupportedModelError
+from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.store import Store
 from tests.store.checkpoints import write_checkpoint
@@ -68,7 +69,7 @@ def test_what_is_served_passes(store: Store) -> None:
     from moetier.serve.vllm.support import check_supported
 
     layer, config = described()
-    check_supported(layer, store, config)
+    check_supported(layer, store, config, Settings(store=store.path))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_what_is_served_passes(store: Store) -> None:
         ({"parallel__enable_eplb": True}, "EPLB"),
         ({"parallel__dp_size": 2}, "data parallelism"),
         ({"config__load_config__load_format": "auto"}, "start with --load-format moetier"),
-        ({"config__device_config__device_type": "cuda"}, "start with --enforce-eager"),
+        ({"config__device_config__device_type": "cuda"}, "give --slots"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -96,10 +97,28 @@ def test_what_is_not_is_refused_in_one_sentence(store: Store, changes: dict[str,
 
     layer, config = described(**changes)
     with pytest.raises(UnsupportedModelError, match=reason) as error:
-        check_supported(layer, store, config)
+        check_supported(layer, store, config, Settings(store=store.path))
     message = str(error.value)
     assert message.startswith("model.layers.1.mlp.experts: ")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("device", "graphs", "reason"),
+    [("cpu", 64, "no CUDA device"), ("cuda", 512, "--max-cudagraph-capture-size 64"), ("cuda", 64, None)],
+    ids=["no device", "graphs too large", "served"],
+)
+def test_device_slots(store: Store, device: str, graphs: int, reason: str | None) -> None:
+    from moetier.serve.vllm.support import check_supported
+
+    layer, config = described(config__device_config__device_type=device)
+    config.compilation_config = SimpleNamespace(max_cudagraph_capture_size=graphs)
+    settings = Settings(store=store.path, slots=2)
+    if reason is None:
+        check_supported(layer, store, config, settings)
+        return
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported(layer, store, config, settings)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,18 @@ def serve(
     dram_records: Annotated[
         str, typer.Option(help="Experts of each layer in DRAM: a number, a share such as 25%, or auto (what fits).")
     ] = "auto",
+    slots: Annotated[
+        str,
+        typer.Option(help="Experts of each layer in GPU memory: a number, or auto (what fits)."),
+    ] = "0",
     host: Annotated[
         str, typer.Option(help="Address to listen on; beyond loopback an API key is needed.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")] = None,
-    kv_cache_gib: Annotated[float, typer.Option(min=0.01, max=1e6, help="GiB of KV cache, on the CPU.")] = 1.0,
+    kv_cache_gib: Annotated[
+        float, typer.Option(min=0.01, max=1e6, help="GiB of KV cache (on a GPU: beside --slots).")
+    ] = 1.0,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after Ctrl-C.")] = 30,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
@@ -83,7 +89,8 @@ def serve(
     ] = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API; what follows `--` goes to vLLM."""
-    values = {"store": store, "dram_records": dram_records, "identity_check": identity_check, "record_trace": record}
+    values: dict[str, Any] = {"store": store, "dram_records": dram_records, "identity_check": identity_check}
+    values |= {"record_trace": record, "slots": int(slots) if slots.isdecimal() else slots}
     settings = Settings.parse({**values, **_assignments(setting or [])})
     request = ServeRequest(
         model=model,

@@ -66,11 +66,14 @@ def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
         *("--additional-config", json.dumps({"moetier": request.settings.model_dump(mode="json", exclude_none=True)})),
         *("--host", request.host, "--port", str(request.port)),
         *("--shutdown-timeout", str(request.drain_seconds)),
-        "--enforce-eager",
         *("--worker-cls", CPU_WORKER if on_cpu else GPU_WORKER),
     ]
-    if on_cpu:
+    if on_cpu or request.settings.slots:
         command += ["--kv-cache-memory-bytes", str(int(request.kv_cache_gib * GIB))]
+    if request.settings.slots:
+        command += ["--max-cudagraph-capture-size", str(request.settings.planned_tokens)]
+    else:
+        command += ["--enforce-eager"]
     return [*command, *request.extra]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from moetier.layer import TieredLayer
+from moetier.layer.hybrid import HybridLayer
 
 
 def run_layer(layer: TieredLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -20,3 +21,11 @@ def run_layer(layer: TieredLayer, x: torch.Tensor, ids: torch.Tensor, weights: t
         out,
     )
     return torch.from_numpy(out).view(torch.bfloat16).to(device=x.device, dtype=x.dtype)
+
+
+def run_hybrid_layer(layer: HybridLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """As `run_layer`, on the device that all are on; launches only, where the device plans the call."""
+    out = layer.forward(
+        x.to(torch.bfloat16).contiguous(), ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
+    )
+    return out.to(x.dtype)

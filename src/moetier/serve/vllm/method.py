@@ -25,9 +25,10 @@ class MoetierMoEMethod(FusedMoEMethodBase):
     def __init__(self, layer: RoutedExperts) -> None:
         super().__init__(layer.moe_config)
         config = get_current_vllm_config()
+        self._config = config
         self._model: TieredModel = runtime.tiered_model(config)
         with reported(self._model.settings.failure_file):
-            check_supported(layer, self._model.store, config)
+            check_supported(layer, self._model.store, config, self._model.settings)
         self._key = -1
 
     def create_weights(
@@ -42,11 +43,12 @@ class MoetierMoEMethod(FusedMoEMethodBase):
         """Nothing to allocate in the framework."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Fill the layer's DRAM tier with its hottest records."""
+        """Fill the layer's device slots and DRAM tier with its hottest records."""
         if self._key < 0:
             settings = self._model.settings
             with reported(settings.failure_file):
-                tiers = self._model.attach(layer_number(layer.layer_name))
+                model = runtime.hybrid_model(self._model, self._config) if settings.slots else self._model
+                tiers = model.attach(layer_number(layer.layer_name))
             self._key = ops.register_layer(tiers, settings.failure_file)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:

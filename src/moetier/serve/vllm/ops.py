@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from moetier.layer import TieredLayer
+from moetier.layer.hybrid import HybridLayer
 from moetier.serve.failure import reported
-from moetier.serve.tensors import run_layer
+from moetier.serve.tensors import run_hybrid_layer, run_layer
 
-_layers: list[tuple[TieredLayer, Path | None]] = []
+_layers: list[tuple[TieredLayer | HybridLayer, Path | None]] = []
 
 
-def register_layer(layer: TieredLayer, failure_file: Path | None) -> int:
+def register_layer(layer: TieredLayer | HybridLayer, failure_file: Path | None) -> int:
     """Key by which the operator finds the layer; it stays valid for the life of the process."""
     _layers.append((layer, failure_file))
     return len(_layers) - 1
@@ -24,6 +25,8 @@ def routed_experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, ke
     """X [T, hidden] bf16 or float32, weights float32 and ids int [T, top_k] -> [T, hidden] of x's dtype and device."""
     layer, failure_file = _layers[key]
     with reported(failure_file):
+        if isinstance(layer, HybridLayer):
+            return run_hybrid_layer(layer, x, ids, weights)
         return run_layer(layer, x, ids, weights)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing.util
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
 from moetier import machine
-from moetier.errors import SettingsError
+from moetier.errors import MoetierError, SettingsError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
+from moetier.layer.hybrid import HybridModel
 from moetier.layer.selfcheck import self_check
 from moetier.residency import Part, Step
 from moetier.serve.agreement import Facts, agree
@@ -29,6 +32,7 @@ from moetier.store.store import Store
 logger = init_logger(f"vllm.{__name__}")
 
 _models: dict[Settings, TieredModel] = {}
+_hybrids: dict[Settings, HybridModel] = {}
 
 
 def tiered_model(vllm_config: Any) -> TieredModel:
@@ -54,18 +58,21 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
         checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
         store = Store.open(settings.store, checkpoint_identity=checkpoint.identity())
         Part(store.manifest.layer_geometry, rank, ranks)
-        drafts = vllm_config.speculative_config is not None
-        layers = sum(drafts or layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
+        layers = served_layers(checkpoint, store, vllm_config)
         opened.append((checkpoint, store))
         return Facts.of(settings, store, layers), records_that_fit(settings, store, layers, ranks=ranks)
 
     records = agree(say, gather)
     ((checkpoint, store),) = opened
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    if settings.slots:
+        max_tokens = settings.planned_tokens  # more tokens are the device's alone
     own = _of_rank(settings, rank, ranks)
     tiers = TieredModel(own, store, records, max_tokens, checkpoint, rank, ranks)
     if settings.counters_folder is not None:
         tiers.at_close(Publisher(tiers, settings.counters_folder).close)
+    if settings.check_at_end:
+        tiers.at_close(partial(_check_at_end, tiers))
     # Processes that multiprocessing starts run these finalizers at their end, but no atexit functions.
     multiprocessing.util.Finalize(None, tiers.close, exitpriority=100)
     logger.info(
@@ -80,6 +87,28 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
     )
     _check_identity(tiers)
     return tiers
+
+
+def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
+    """The device slots over `tiers`; the first call makes them, when the dense weights are on the device."""
+    if tiers.settings not in _hybrids:
+        from moetier.serve.vllm.hybrid import open_hybrid
+
+        def failed(error: MoetierError) -> None:
+            with contextlib.suppress(MoetierError), reported(tiers.settings.failure_file):
+                raise error
+
+        checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
+        model = open_hybrid(tiers, served_layers(checkpoint, tiers.store, vllm_config), vllm_config, failed)
+        tiers.at_close(model.close)
+        _hybrids[tiers.settings] = model
+    return _hybrids[tiers.settings]
+
+
+def served_layers(checkpoint: Checkpoint, store: Store, vllm_config: Any) -> int:
+    """MoE layers that this engine loads: the drafter's (MTP) only where it speculates."""
+    drafts = vllm_config.speculative_config is not None
+    return sum(drafts or layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
 
 
 def _of_rank(settings: Settings, rank: int, ranks: int) -> Settings:
@@ -105,17 +134,30 @@ def _check_identity(tiers: TieredModel) -> None:
     )
 
 
+def _check_at_end(tiers: TieredModel) -> None:
+    with reported(tiers.settings.failure_file):
+        logger.info("moetier: tables agree, %d records in DRAM have the right bytes", tiers.check_integrity())
+
+
 def warm_up() -> None:
     """What runs from now until `begin_step` is no traffic."""
     for model in _models.values():
         model.context.real = False
 
 
-def begin_step(step: Step) -> None:
-    """The engine is about to run a step."""
+def begin_step(step: Step, tokens: int) -> None:
+    """The engine is about to run a step of so many tokens."""
     for model in _models.values():
         model.context.step = step
         model.context.real = True
+    for hybrid in _hybrids.values():
+        hybrid.before_step(tokens, step)
+
+
+def end_step(step: Step) -> None:
+    """The step was launched."""
+    for hybrid in _hybrids.values():
+        hybrid.after_step(step)
 
 
 def ranks() -> int:
@@ -125,6 +167,7 @@ def ranks() -> int:
 
 def close_all() -> None:
     """Close every model of this process; the next one is opened anew."""
+    _hybrids.clear()
     while _models:
         _models.popitem()[1].close()
 

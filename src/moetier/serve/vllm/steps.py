@@ -41,10 +41,15 @@ class StepAware:
         Where the model is spread over ranks, one that fails ends its process: the others wait for it in a collective,
         and vLLM ends them all only when it sees a process end.
         """
-        if scheduler_output.total_num_scheduled_tokens:
-            runtime.begin_step(step_of(scheduler_output))
+        tokens = scheduler_output.total_num_scheduled_tokens
+        step = step_of(scheduler_output)
+        if tokens:
+            runtime.begin_step(step, tokens)
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            result = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            if tokens:
+                runtime.end_step(step)
+            return result
         except BaseException:
             if runtime.ranks() > 1:
                 logger.error("moetier: this rank failed and ends, so that no other waits for it:\n%s", _trace())

@@ -8,15 +8,16 @@ import torch
 
 from moetier.errors import UnsupportedModelError
 from moetier.serve.vllm.plugin import NAME
+from moetier.settings import Settings
 from moetier.store.store import Store
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
-def check_supported(layer: RoutedExperts, store: Store, vllm_config: Any) -> None:
+def check_supported(layer: RoutedExperts, store: Store, vllm_config: Any, settings: Settings) -> None:
     """UnsupportedModelError if `layer` asks for arithmetic or a placement that moetier does not have."""
-    for problem in (*_arithmetic(layer, store), *_parallelism(layer), *_engine(vllm_config)):
+    for problem in (*_arithmetic(layer, store), *_parallelism(layer), *_engine(vllm_config, settings)):
         raise UnsupportedModelError(f"{layer.layer_name}: {problem}")
 
 
@@ -59,10 +60,23 @@ def _parallelism(layer: RoutedExperts) -> list[str]:
     return problems
 
 
-def _engine(vllm_config: Any) -> list[str]:
-    problems = []
+def _engine(vllm_config: Any, settings: Settings) -> list[str]:
+    problems, slots, planned = [], settings.slots, settings.planned_tokens
     if vllm_config.load_config.load_format != NAME:
         problems.append(f"the checkpoint's experts would be read needlessly; start with --load-format {NAME}")
-    if vllm_config.device_config.device_type == "cuda" and not vllm_config.model_config.enforce_eager:
-        problems.append("the CPU tier cannot be captured in CUDA graphs yet; start with --enforce-eager")
+    cuda = vllm_config.device_config.device_type == "cuda"
+    if cuda and not slots and not vllm_config.model_config.enforce_eager:
+        problems.append(
+            "without device slots the CPU computes every expert, which CUDA graphs cannot hold; give --slots"
+        )
+    if slots and not cuda:
+        problems.append(f"slots {slots}: there is no CUDA device; leave --slots out")
+    graphs = 0
+    if slots and not vllm_config.model_config.enforce_eager:
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    if graphs > planned:
+        problems.append(
+            f"CUDA graphs are captured up to {graphs} tokens, and the device plans steps of up to {planned}; start "
+            f"with --max-cudagraph-capture-size {planned}, or more planned_tokens"
+        )
     return problems
