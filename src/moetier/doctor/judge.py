@@ -55,8 +55,8 @@ def _cpu(cpu: Cpu) -> Iterator[Finding]:
             about="cpu",
             verdict=SLOW,
             text="none of the instruction sets that the kernels know may be used: portable code computes",
-            remedy="unset MOETIER_ISA if it is set, and let a virtual machine show what its host has; else use a processor "
-            "with AVX2, AVX-512 or NEON",
+            remedy="unset MOETIER_ISA if it is set, and let a virtual machine show what its host has; else use a "
+            "processor with AVX2, AVX-512 or NEON",
         )
     kernel = f", kernels {cpu.isas[0]}" if cpu.isas else ""
     yield Finding(

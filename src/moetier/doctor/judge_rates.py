@@ -39,7 +39,8 @@ def _dram(rates: Rates, threads: int) -> Iterator[Finding]:
         yield Finding(
             about="dram",
             verdict=Verdict.SLOW,
-            text=f"{threads} threads read {ours[0] / 1e9:.1f} GB/s, {fewest.threads} would read {fewest.bytes_per_s / 1e9:.1f}",
+            text=f"{threads} threads read {ours[0] / 1e9:.1f} GB/s, "
+            f"{fewest.threads} would read {fewest.bytes_per_s / 1e9:.1f}",
             remedy=f"--set threads={fewest.threads}",
         )
     yield Finding(about="dram", verdict=Verdict.FINE, text=f"GB/s read by threads: {text}")
