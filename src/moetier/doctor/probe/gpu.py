@@ -1,12 +1,13 @@
-"""Devices: from NVML where its bindings are installed (nvidia-ml-py), else from torch; and what lies idle on the bus.
+"""Devices: from NVML where its bindings are installed (or vLLM's copy), else from torch; and what idles on the bus.
 
 The order and the choice are those of CUDA_VISIBLE_DEVICES over NVML's order, which is the bus's. No GPU is no error.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -59,15 +60,31 @@ def unusable_gpus(usable: int, root: Path = machine.ROOT) -> tuple[str, ...]:
 
 def _nvml() -> Any:
     """NVML, initialized; None without bindings, library or driver."""
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
+    nvml = _bindings()
+    if nvml is None:
         return None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return None
     return nvml
+
+
+def _bindings() -> Any:
+    """nvidia-ml-py, else vLLM's copy of it, loaded without vLLM; None without either."""
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        pass
+    vllm = importlib.util.find_spec("vllm")
+    for folder in (vllm and vllm.submodule_search_locations) or ():
+        file = Path(folder) / "third_party" / "pynvml.py"
+        spec = importlib.util.spec_from_file_location("moetier_pynvml", file) if file.is_file() else None
+        if spec is not None and spec.loader is not None:
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # it looks itself up there
+            spec.loader.exec_module(module)
+            return module
+    return None
 
 
 def _from_nvml(nvml: Any, root: Path) -> Iterator[Gpu]:
@@ -136,7 +153,10 @@ def visible_devices(uuids: list[str], environment: Mapping[str, str]) -> list[in
 
 
 def _from_torch(root: Path) -> Iterator[Gpu]:
-    """Without NVML's bindings: the bus tells of the link what it knows."""
+    """Without NVML's bindings: the bus tells of the link what it knows.
+
+    Free memory is not asked for: that would take some hundred MB of it, for as long as this process lives.
+    """
     try:
         import torch
     except ImportError:
@@ -152,7 +172,6 @@ def _from_torch(root: Path) -> Iterator[Gpu]:
             uuid=f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else None,
             compute_capability=f"{properties.major}.{properties.minor}",
             memory_bytes=properties.total_memory,
-            free_bytes=torch.cuda.mem_get_info(index)[0],
             peers=tuple(
                 other for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)
             ),
