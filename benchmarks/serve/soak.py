@@ -1,10 +1,12 @@
 """Soak: a server under steady traffic for some minutes; every answer checked, its memory watched.
 
-    python benchmarks/serve/soak.py [--minutes 10] [--clients 8] [--dram-records 25%]
+    python benchmarks/serve/soak.py [--minutes 20] [--clients 4] [--dram-records 25%]
 
 Starts `moetier serve` on the bundled model, lets each client ask items of the evaluation sets one after the other, and
-prints a table and JSON: requests, HTTP errors, scores, throughput, and the resident memory of all the server's
-processes after the first minute and at the end. Exit 1 if a request failed or the server did not end cleanly.
+prints a table and JSON: requests, HTTP errors, scores, throughput, what the tiers counted, and the resident memory of
+all the server's processes after the first minute and at the end. At its end the server compares its tables, and the
+bytes of every record in DRAM with their checksums. Exit 1 if a request failed, nothing was evicted, or the server did
+not end cleanly.
 """
 
 from __future__ import annotations
@@ -39,22 +41,25 @@ PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "glm45", "--reason
 def main() -> int:
     """Run the soak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--dram-records", default="25%")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         process, port = start(Path(folder), arguments.dram_records)
         try:
             report = soak(process, port, arguments.minutes * 60, arguments.clients)
+            report |= counted(port)
         finally:
             process.send_signal(signal.SIGINT)
             code = process.wait(120)
+        report["checked_at_end"] = checked(Path(folder) / "log")
     report = {"machine": machine(), "dram_records": arguments.dram_records, **report, "exit_code": code}
     for name, value in report.items():
         print(f"{name:28} {value}")
     print(json.dumps(report))
-    return int(bool(report["errors"] or code))
+    sound = report["evictions"] and report["checked_at_end"] and not report["errors"] and not code
+    return int(not sound)
 
 
 def start(folder: Path, dram_records: str) -> tuple[subprocess.Popen[bytes], int]:
@@ -64,7 +69,8 @@ def start(folder: Path, dram_records: str) -> tuple[subprocess.Popen[bytes], int
         port = int(probe.getsockname()[1])
     command = [str(Path(sys.executable).with_name("moetier")), "serve", str(ROOT / "models" / "nano-mxfp4")]
     command += ["--store", str(folder / "store"), "--build-store", "--dram-records", dram_records, "--port", str(port)]
-    command += ["--log-file", str(folder / "log"), "--kv-cache-gib", "0.25", "--", *PARSERS]
+    command += ["--log-file", str(folder / "log"), "--kv-cache-gib", "0.25", "--set", "check_at_end=true"]
+    command += ["--", *PARSERS]
     process = subprocess.Popen(command)
     while process.poll() is None:
         try:
@@ -115,6 +121,25 @@ def soak(process: subprocess.Popen[bytes], port: int, seconds: float, clients: i
         "rss_mib_at_end": samples[-1] if samples else None,
         "rss_mib_all": samples,
     }
+
+
+def counted(port: int) -> dict[str, int]:
+    """What the tiers did, from /metrics. A record that stays in DRAM when all slots are full evicts another."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    names = {"hits": "hits", "misses": "misses", "evictions": "dram_fills", "store_reads": "store_reads"}
+    return {
+        name: int(
+            sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"moetier_{metric}_total"))
+        )
+        for name, metric in names.items()
+    }
+
+
+def checked(log: Path) -> str:
+    """What the server said of its tables and bytes at its end; empty if nothing."""
+    found = [line for line in log.read_text(errors="replace").splitlines() if "records in DRAM have the right" in line]
+    return found[-1].partition("moetier: ")[2] if found else ""
 
 
 def watch(process: subprocess.Popen[bytes], end: float) -> list[int]:

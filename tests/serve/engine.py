@@ -1,7 +1,8 @@
 """Runs vLLM inside one process on prompts given as token ids; started by tests as a program, once per engine.
 
 Standard input: JSON with "engine" (arguments of vllm.LLM), "prompts" (lists of token ids), "max_tokens" and
-"prompt_logprobs". A line of standard output that starts with RESULT: JSON with tokens, logprobs, our counters and vLLM's.
+"prompt_logprobs". A line of standard output that starts with RESULT: JSON with tokens, logprobs, our
+counters and vLLM's.
 """
 
 from __future__ import annotations

@@ -8,23 +8,18 @@ import re
 import shutil
 import signal
 import socket
-import threading
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
-import openai
 import pytest
 
 from moetier.store.build import build_store
 from moetier.store.store import Store
 from tests.serve.server import Server, free_port, refused, serving
 from tests.serve.sparse import huge
+from tests.serve.streaming import LONG, Request
 from tests.store.checkpoints import base_config, common_tensors, write_checkpoint, write_shards
 
-LONG: dict[str, Any] = {"prompt": "The", "max_tokens": 700, "temperature": 0, "extra_body": {"ignore_eos": True}}
-"""A request of some seconds."""
 TOP_K = 4
 HEAT = "heat.json"
 STARTING = 5
@@ -149,42 +144,6 @@ def test_beyond_loopback_without_a_key(nano: Path, store: Path) -> None:
 
 
 # -- running servers -------------------------------------------------------------------------------------------------
-
-
-class Request:
-    """A completion that is streamed in a thread of its own. error: what came instead of the end."""
-
-    def __init__(self, server: Server) -> None:
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.error: Exception | None = None
-        self.began = threading.Event()
-        self._server = server
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with self._server.client() as client:
-                for chunk in client.completions.create(model="nano-mxfp4", stream=True, **LONG):
-                    self.text += chunk.choices[0].text
-                    self.finish_reason = chunk.choices[0].finish_reason
-                    self.began.set()
-        except (openai.APIError, httpx.HTTPError) as error:
-            self.error = error
-
-    def join(self) -> Request:
-        """Wait for its end; a request that hangs fails the test."""
-        self._thread.join(120)
-        assert not self._thread.is_alive(), "the request hangs"
-        return self
-
-    def whole(self) -> str:
-        """The text of a request that came to its end."""
-        self.join()
-        assert self.error is None
-        assert self.finish_reason == "length"
-        return self.text
 
 
 def files(folder: Path) -> dict[str, tuple[int, int]]:
