@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from moetier.doctor.cache import load_rates
+from moetier.doctor.cache import for_disk, load_rates
 from moetier.doctor.examine import facts, software
 from moetier.doctor.facts import Machine
 from moetier.doctor.machine_file import read_machine
@@ -89,7 +89,7 @@ def machine_of(words: MachineWords) -> Machine:
         return read_machine(words.file)
     if not words.described:
         here = facts(Path())
-        return here.model_copy(update={"rates": load_rates(here.identity)})
+        return for_disk(here.model_copy(update={"rates": load_rates(here.identity)}))
     if words.gpus is None or words.ram is None:
         raise SettingsError("a machine in words needs at least --gpus (or none) and --ram")
     return describe(

@@ -35,7 +35,7 @@ ENGINES = {
     "vllm-graphs": Engine(
         "vllm-graphs",
         "published: decode in CUDA graphs, on four 32 GB cards of compute capability 12.0",
-        Known(42e-6, 0.25, FOUR + "a step of 7.5 ms less 1.3 ms of misses, dense and expert bytes, and reductions"),
+        Known(31e-6, 0.3, FOUR + "a step of 7.5 ms less 1.3 ms of misses, dense and expert bytes, and reductions"),
         Known(16e-6, 0.35, "assumed: an all-reduce of one token's hidden row over PCIe"),
         Known(0.5e-3, 0.4, "assumed: scheduling and sampling with asynchronous scheduling"),
         Known(90.0, 0.5, "assumed: imports, profiling, compilation from a warm cache, graph capture"),
@@ -61,16 +61,17 @@ ENGINES = {
 
 COMMON = {
     "skew": Known(1.0, 0.08, "two short prompts on one machine are 16 % apart: 8 % of the exponent"),
-    "dense_share": Known(0.75, 0.15, "assumed: of the device's memory rate, by dense layers of one token"),
-    "expert_share": Known(0.55, 0.2, "measured: of the copy rate, our kernels on one token (docs/device-kernels.md)"),
+    "dense_share": Known(0.85, 0.15, "assumed: of the device's copy rate, by dense layers of one token"),
+    "expert_share": Known(0.72, 0.1, "measured: of the copy rate, our kernels beyond 13 us (docs/device-kernels.md)"),
+    "expert": Known(13e-6, 0.3, "measured: what our kernels of one layer take whatever the bytes, on one H200"),
     "ops_share": Known(0.25, 0.3, "measured: 240 of 989 TFLOP/s by our prefill kernels on one H200"),
     "miss": Known(12e-6, 0.5, FOUR + "about 130 us for each layer with a miss, less the kernel's time for 1.2 records"),
     "read": Known(60e-6, 0.5, "assumed: latency of a layer's reads from disk before the first byte"),
     "overlap": Known(
         0.75, 0.15, FOUR + "time to first token with records on disk, against either of disk and link alone"
     ),
-    "scan_share": Known(0.018, 0.4, FOUR + "87 to 70 tokens/s from 2K to 512K of context, by indexer bytes"),
-    "kv_share": Known(0.5, 0.3, "assumed: of the device's memory rate, by attention over the whole context"),
+    "scan_share": Known(0.0205, 0.4, FOUR + "87 to 70 tokens/s from 2K to 512K of context, by indexer bytes"),
+    "kv_share": Known(0.6, 0.3, "assumed: of the device's copy rate, by attention over the whole context"),
 }
 """What no machine and no engine changes."""
 
@@ -93,6 +94,7 @@ class Costs:
     skew: Known
     dense_share: Known
     expert_share: Known
+    expert: Known
     ops_share: Known
     miss: Known
     read: Known

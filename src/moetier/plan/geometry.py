@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from moetier.errors import CheckpointError
 from moetier.formats import LayerGeometry, RecordLayout
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0, le=1 << 40)]
+Count = Annotated[int, Field(ge=0, lt=1 << 60)]
+Positive = Annotated[int, Field(gt=0, le=1 << 30)]
 
 
 class Facts(BaseModel):
@@ -49,14 +49,17 @@ class Parts(Facts):
 
     @property
     def read_each_step(self) -> int:
-        """Dense bytes that a step of one token reads: all but embedding rows, tables, vision, drafter and experts."""
+        """Dense bytes that a step of one token reads: all but embedding rows, tables, vision, drafter and experts.
+
+        Without a head of its own, a model multiplies by its embedding.
+        """
         dense = self.attention + self.dense_mlp + self.shared_experts + self.router + self.norms
-        return dense + self.head + self.unclassified
+        return dense + (self.head or self.embedding) + self.unclassified
 
     @property
     def resident(self) -> int:
         """Dense bytes that lie on the device, without the drafter."""
-        return self.read_each_step + self.embedding + self.vision
+        return self.read_each_step + (self.embedding if self.head else 0) + self.vision
 
 
 class KvFormat(Facts):
@@ -118,12 +121,12 @@ class Geometry(Facts):
     """Where the facts come from."""
     assumed: tuple[str, ...] = ()
     """Facts that are not from the source."""
-    layers: Positive
+    layers: Annotated[int, Field(gt=0, le=10_000)]
     moe_layers: Positive
     hidden: Positive
     intermediate: Positive
     """Of one routed expert."""
-    experts: Positive
+    experts: Annotated[int, Field(gt=0, le=1 << 16)]
     top_k: Positive
     expert_format: str = "mxfp4"
     """Number format of the routed experts in the checkpoint; all but mxfp4 are re-quantized."""

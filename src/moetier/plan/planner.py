@@ -46,6 +46,14 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Other:
+    """One other choice: a KV format or a workload, all else as asked."""
+
+    slots: int
+    decode_tok_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """The answer. Where something does not fit, `nearest` is a plan that does, or None if nothing does."""
 
@@ -58,6 +66,8 @@ class Plan:
     """Value, low and high."""
     support: tuple[Support, ...]
     exchange: Exchange | None
+    kv_formats: dict[str, Other]
+    workloads: dict[str, Other]
     nearest: Plan | None
 
     @property
@@ -86,7 +96,17 @@ def make_plan(question: Question) -> Plan:
     support = tuple(
         check(g.model_type, question.vllm, device) for device in dict.fromkeys(devices_of(question.machine.gpus))
     )
-    return Plan(question, hardware, engine, costs, case, metrics, support, exchange_of(case, costs), other)
+    formats = {
+        name: _other(replace(case, placement=place(g, hardware, replace(question.wanted, kv_format=name))), costs)
+        for name in g.kv.formats
+    }
+    named = {name: _other(replace(case, workload=workloads.of(name, g)), costs) for name in workloads.NAMED}
+    exchange = exchange_of(case, costs)
+    return Plan(question, hardware, engine, costs, case, metrics, support, exchange, formats, named, other)
+
+
+def _other(case: Case, costs: Costs) -> Other:
+    return Other(case.placement.slots, decode_rate(case, costs))
 
 
 def _sizes(case: Case) -> dict[str, tuple[float, float, float]]:
@@ -168,6 +188,11 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "one_slot_is_context_tokens": plan.exchange.context_tokens,
             "one_slot_is_decode_tok_s": plan.exchange.decode_tok_s,
         },
+        "kv_formats": {
+            name: {"bytes_per_token": size.bytes_per_token, "slots": other.slots, "decode_tok_s": other.decode_tok_s}
+            for (name, size), other in zip(q.geometry.kv.formats.items(), plan.kv_formats.values(), strict=True)
+        },
+        "decode_tok_s_by_workload": {name: other.decode_tok_s for name, other in plan.workloads.items()},
         "engine": {"name": plan.engine.name, "source": plan.engine.source},
         "costs": {name: {"value": k.value, "spread": k.spread, "source": k.why} for name, k in plan.costs.items()},
         "calibration": None if q.calibration is None else q.calibration.model_dump(mode="json"),

@@ -51,6 +51,11 @@ def lines(plan: Plan) -> Iterator[str]:
             f"one slot of each layer is worth {plan.exchange.context_tokens:,} tokens of context and "
             f"{plan.exchange.decode_tok_s:+.2g} tokens/s"
         )
+    others = ", ".join(f"{name} {number(other.decode_tok_s)}" for name, other in plan.workloads.items())
+    yield f"decode by workload: {others} tokens/s"
+    if plan.hardware.gpus:
+        others = ", ".join(f"{name} {other.slots}" for name, other in plan.kv_formats.items())
+        yield f"slots by KV format: {others}"
     yield from (f"support: {support}" for support in plan.support)
     yield from (f"assumed of the model: {fact}" for fact in q.geometry.assumed)
     if q.geometry.unclassified:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moetier.doctor.cache import load_rates
+from moetier.doctor.cache import for_disk, load_rates
 from moetier.doctor.examine import facts
 from moetier.doctor.facts import Machine
 from moetier.errors import SettingsError
@@ -88,7 +88,7 @@ def _here(folder: Path, on_gpu: bool) -> Machine:
     found = facts(folder)
     memory = found.memory.model_copy(update={"limit_bytes": max(found.memory.available_bytes, 1)})
     gpus = found.gpus[:1] if on_gpu else ()
-    return found.model_copy(update={"memory": memory, "gpus": gpus, "rates": load_rates(found.identity)})
+    return for_disk(found.model_copy(update={"memory": memory, "gpus": gpus, "rates": load_rates(found.identity)}))
 
 
 def _plan(geometry: Geometry, machine: Machine, given: Given) -> Plan:
