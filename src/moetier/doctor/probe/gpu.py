@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from moetier import machine
 from moetier.doctor.facts import Gpu
 from moetier.doctor.probe.files import number, text
+from moetier.errors import SettingsError
 
 NVIDIA = "0x10de"
 DISPLAY_CLASSES = ("0x0300", "0x0302")
@@ -36,14 +37,19 @@ class BusFacts(TypedDict):
 
 
 def probe_gpus(root: Path = machine.ROOT) -> tuple[Gpu, ...]:
-    """The devices that this process may use."""
+    """The devices that this process may use; SettingsError where the driver knows one that does not answer."""
     nvml = _nvml()
-    if nvml is not None:
-        try:
-            return tuple(_from_nvml(nvml, root))
-        finally:
-            nvml.nvmlShutdown()
-    return tuple(_from_torch(root))
+    if nvml is None:
+        return tuple(_from_torch(root))
+    try:
+        return tuple(_from_nvml(nvml, root))
+    except nvml.NVMLError as error:
+        raise SettingsError(
+            f"expected the driver to describe its devices, found: {error}; see nvidia-smi and the kernel's log, and "
+            "reset the device or start the machine anew"
+        ) from error
+    finally:
+        nvml.nvmlShutdown()
 
 
 def unusable_gpus(usable: int, root: Path = machine.ROOT) -> tuple[str, ...]:
@@ -93,14 +99,14 @@ def _from_nvml(nvml: Any, root: Path) -> Iterator[Gpu]:
     visible = [handles[at] for at in visible_devices(uuids, os.environ)]
     for index, handle in enumerate(visible):
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = _memory(nvml, handle, root)
         yield Gpu(
             index=index,
             name=_string(nvml.nvmlDeviceGetName(handle)),
             uuid=_string(nvml.nvmlDeviceGetUUID(handle)),
             compute_capability=f"{major}.{minor}",
-            memory_bytes=int(memory.total),
-            free_bytes=int(memory.free),
+            memory_bytes=total,
+            free_bytes=free,
             pcie_generation=_ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
             pcie_width=_ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
             pcie_generation_now=_ask(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
@@ -113,6 +119,15 @@ def _from_nvml(nvml: Any, root: Path) -> Iterator[Gpu]:
                 if other != index and _ask(nvml, "nvmlDeviceGetP2PStatus", handle, peer, P2P_READ) == P2P_OK
             ),
         )
+
+
+def _memory(nvml: Any, handle: Any, root: Path) -> tuple[int, int | None]:
+    """Total and free bytes. A device that has the host's memory (GB10) has no answer of its own."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError_NotSupported:
+        return machine.meminfo(root)["MemTotal"], None
+    return int(memory.total), int(memory.free)
 
 
 def _numa_node(root: Path, bus_id: str) -> int | None:
