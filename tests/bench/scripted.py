@@ -113,7 +113,7 @@ class _Server:
     ) -> bool:
         script = self.script
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-        most = body["max_tokens"]
+        most = body.get("max_tokens") or body["max_completion_tokens"]
         total = most if script.stop_after is None else min(script.stop_after, most)
         if script.role_at is not None:
             await _sleep_until(began + script.role_at)
