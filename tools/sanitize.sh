@@ -7,11 +7,15 @@ cd "$(dirname "$0")/.."
 sanitizers=$1
 shift
 build=$PWD/build/sanitize-$sanitizers
+# Without tiles but with AVX-512, the AMX kernels run on tiles in software.
+emulate=OFF
+if [[ $(uname -m) == x86_64 ]] && grep -qw avx512_bf16 /proc/cpuinfo && ! grep -qw amx_tile /proc/cpuinfo; then emulate=ON; fi
 
 echo "sanitize: building with $sanitizers" >&2
 rm -rf "$build/site"
 .venv/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --target "$build/site" \
   --config-settings=build-dir="$build/cmake" --config-settings=cmake.define.MOETIER_SANITIZE="$sanitizers" \
+  --config-settings=cmake.define.MOETIER_EMULATE_AMX=$emulate \
   --config-settings=cmake.define.MOETIER_NATIVE_TESTS=ON --config-settings=cmake.define.CMAKE_CXX_COMPILER=g++ .
 
 # Python itself is not instrumented, so the runtimes must be loaded before it, and libstdc++ before they look for it.

@@ -19,7 +19,7 @@ from moetier.formats import LayerGeometry
 VERSION = "0.7.2"
 VARIANTS = (
     ("amx", {"amx_tile", "amx_int8", "amx_bf16"}),
-    ("avx512_bf16", {"avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_vbmi"}),
+    ("avx512_bf16", {"avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512vbmi"}),
     ("avx2", {"avx2", "fma"}),
 )
 """Extensions of the wheel, best first, and the processor flags that each needs."""
