@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +18,13 @@ from moetier.eval.ask import Server as Asked
 from moetier.eval.ask import evaluate
 from moetier.eval.items import load_set
 from moetier.eval.report import Report
+from moetier.residency.trace import Trace
 from tests.conftest import ROOT
 from tests.serve.server import COMMAND, Server, serving
 
 MODEL = "nano-mxfp4"
 CLIENTS = 8
+TOP_K = 4
 ITEMS_OF_A_SET = 3
 
 Items = Callable[[str], list[dict[str, Any]]]
@@ -41,8 +45,8 @@ def store(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(nano: Path, store: Path, folder: Path) -> Iterator[Server]:
-    """The server of most tests. It records every layer call."""
-    recorded = ("--set", f"record_calls={folder / 'calls'}")
+    """The server of most tests. It records every layer call, and a routing trace."""
+    recorded = ("--set", f"record_calls={folder / 'calls'}", "--record", str(folder / "trace"))
     with serving(nano, store, folder / "quarter", dram_records="25%", options=recorded) as server:
         yield server
 
@@ -119,6 +123,61 @@ def test_eight_clients_recorded_calls_are_those_of_all_in_dram(
     report = json.loads(done.stdout)
     assert report["differ"] == 0
     assert report["calls"] >= 4 * max(len(tokens) for tokens, _ in map(tokens_of, answers))
+
+
+def test_metrics_add_up(server: Server, eval_set: Items) -> None:
+    """Ours beside vLLM's, and no older than a second or two."""
+    before = metrics(server)
+    answer = ask(server, sample(eval_set)[0])
+    assert answer.usage is not None
+    deadline = time.monotonic() + 60
+    while (now := metrics(server))["tokens"] < before["tokens"] + 4 * (answer.usage.total_tokens - 1):
+        assert time.monotonic() < deadline, "the counters do not arrive"
+        time.sleep(0.2)
+    assert now["pairs"] == TOP_K * now["tokens"]
+    assert now["hits"] + now["misses"] == now["reads"]
+    assert now["hits"] > before["hits"] > 0
+    assert now["misses"] > 0
+    assert now["store_reads"] == now["misses"] + 4 * 8, "a quarter of 32 experts in each of 4 layers was read at start"
+    assert now["cpu_microseconds"] > 0
+    assert now["healed"] == 0
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """Sums of our metrics over layers, tiers and ranks."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert "vllm:prompt_tokens_total" in text
+    names = ("tokens", "pairs", "hits", "misses", "reads", "store_reads", "cpu_microseconds")
+    lines = [line for line in text.splitlines() if line.startswith("moetier_")]
+    return {
+        name: sum(float(line.split()[-1]) for line in lines if line.startswith(f"moetier_{metric}_total{{"))
+        for name, metric in [*zip(names, names, strict=True), ("healed", "records_healed")]
+    }
+
+
+def test_trace_of_the_traffic(server: Server, folder: Path, eval_set: Items) -> None:
+    """While it is being recorded: calls of every layer, prompts and decode told apart, and the verbs that read it."""
+    ask(server, sample(eval_set)[0])
+    steps = list(Trace.open(folder / "trace").steps())
+    assert all([call.layer for call in step] == [0, 1, 2, 3] for step in steps)
+    assert {call.ids.shape[0] for step in steps if not step[0].step.prefill for call in step} <= set(
+        range(1, CLIENTS + 1)
+    )
+    prompts = [step for step in steps if step[0].step.prefill]
+    assert 0 < len(prompts) < len(steps)
+    command = [COMMAND, "trace", "simulate", str(folder / "trace"), "--slots", "25%", "--slots", "32", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(done.stdout)["runs"]
+    assert {run["policy"] for run in runs} == {"lru", "second-touch", "frequency"}
+    for run in runs:
+        rate = run["decode"]["hit_rate"]
+        assert rate == 1 if run["slots"] == 32 else 0.3 < rate < 0.95
+    shown = subprocess.run(
+        [COMMAND, "trace", "show", str(folder / "trace")], capture_output=True, text=True, timeout=60
+    )
+    assert "experts                32" in shown.stdout
 
 
 @pytest.mark.parametrize("dram_records", ["0", "100%"])
