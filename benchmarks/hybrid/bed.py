@@ -15,7 +15,7 @@ from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu import DeviceExperts
 from moetier.kernels.gpu.base import Sizes
-from moetier.kernels.gpu.hybrid import Costs, HybridPath, LayerTables, pinned
+from moetier.kernels.gpu.hybrid import COUNTS, Costs, HybridPath, LayerTables, pinned
 from moetier.layer.hybrid.rates import measure_costs
 from moetier.residency.arena import Arena
 from moetier.residency.device import DeviceSlots
@@ -129,6 +129,7 @@ class Hybrid:
         )  # fmt: skip
         self.mailbox = Mailbox(bed.kernel, bed.pool, arrays, [bed.table(layer) for layer in range(count)])
         self.heat = torch.zeros((count, g.experts), dtype=torch.int32, device="cuda")
+        self._counts = torch.zeros((count, len(COUNTS)), dtype=torch.int64, device="cuda")
         self.slots: list[DeviceSlots] = []
         for layer in range(count):
             first = layer * per_layer
@@ -138,13 +139,19 @@ class Hybrid:
             slots.publish(wait=True)
             self.slots.append(slots)
         torch.cuda.synchronize()
-        self.tables = [LayerTables(i, self.slots[i].table, bed.records[i], self.heat[i]) for i in range(count)]
+        self.tables = [
+            LayerTables(i, self.slots[i].table, bed.records[i], self.heat[i], self._counts[i]) for i in range(count)
+        ]
 
     def record(self, layer: int, expert: int) -> torch.Tensor:
         return torch.from_numpy(self.bed.arena.view(layer * self.bed.geometry.experts + expert))
 
     def forward(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         self.path.forward(self.tables[layer], x, ids, weights, out)
+
+    def counts(self) -> dict[str, int]:
+        """What all layers counted. Waits for the device."""
+        return dict(zip(COUNTS, map(int, self._counts.sum(0).cpu()), strict=True))
 
     def all_resident(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor

@@ -67,7 +67,7 @@ def check(name: str, g: LayerGeometry, family: Family, share: float, calls: int,
             graphs[tokens].run(layer, x, ids, weights, found)
         differ += (wanted.view(torch.int16) != found.view(torch.int16)).sum()
     torch.cuda.synchronize()
-    counts, (cpu_calls, _, _) = hybrid.path.counts(), hybrid.mailbox.counts()
+    counts, (cpu_calls, _, _) = hybrid.counts(), hybrid.mailbox.counts()
     for layer, slots in enumerate(hybrid.slots):
         slots.publish(wait=True)
         slots.check_integrity(lambda e, layer=layer: hybrid.record(layer, e).numpy())

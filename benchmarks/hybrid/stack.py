@@ -116,10 +116,10 @@ def cell(
     layers = hybrid.bed.count
     hybrid.mailbox.wake()
     stack = Stack(layers, tokens, hybrid.forward)
-    before, cpu_before = hybrid.path.counts(), hybrid.mailbox.counts()
+    before, cpu_before = hybrid.counts(), hybrid.mailbox.counts()
     stack.time_us(routes[0])
     times = [stack.time_us(ids) for ids in routes]
-    after, cpu_after = hybrid.path.counts(), hybrid.mailbox.counts()
+    after, cpu_after = hybrid.counts(), hybrid.mailbox.counts()
     calls = (len(routes) + 1) * layers
     counted = {key: (after[key] - before[key]) / calls for key in after}
     us = statistics.median(times) / layers

@@ -22,7 +22,7 @@ static_assert(offsetof(Box, answered) == 64 && offsetof(Box, refused) == 68 && s
 Mailbox::Mailbox(const Mail &mail, std::size_t top_k, std::size_t experts, std::vector<const std::uint64_t *> tables,
                  ThreadPool &pool, Compute compute, const std::vector<int> &cpus)
     : mail_(mail), top_k_(top_k), experts_(experts), tables_(std::move(tables)), pool_(pool),
-      compute_(std::move(compute)), thread_([this, cpus] {
+      compute_(std::move(compute)), layer_nanoseconds_(tables_.size()), thread_([this, cpus] {
         allow_cpus(cpus);
         work();
       }) {}
@@ -81,7 +81,8 @@ bool Mailbox::all_here(std::span<const std::uint64_t> addresses, std::size_t pai
 void Mailbox::serve(std::uint32_t request) {
   const auto start = Clock::now();
   const auto tokens = static_cast<std::size_t>(mail_.box->tokens);
-  const std::span<const std::uint64_t> addresses(tables_[static_cast<std::size_t>(mail_.box->layer)], experts_);
+  const auto layer = static_cast<std::size_t>(mail_.box->layer);
+  const std::span<const std::uint64_t> addresses(tables_[layer], experts_);
   if (all_here(addresses, tokens * top_k_)) {
     const StepInput input{nullptr, mail_.x, mail_.ids, nullptr, mail_.weights, tokens};
     store(compute_(input, addresses, mail_.rows) ? mail_.box->answered : mail_.box->refused, request);
@@ -95,6 +96,7 @@ void Mailbox::serve(std::uint32_t request) {
   calls_.fetch_add(1, std::memory_order_relaxed);
   const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
   nanoseconds_.fetch_add(static_cast<std::uint64_t>(spent.count()), std::memory_order_relaxed);
+  layer_nanoseconds_[layer].fetch_add(static_cast<std::uint64_t>(spent.count()), std::memory_order_relaxed);
 }
 
 std::uint32_t Mailbox::await_help(std::chrono::milliseconds timeout) {

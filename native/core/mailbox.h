@@ -50,6 +50,7 @@ public:
   void answer(std::uint32_t request);
   void refuse(std::uint32_t request);
   Counts counts() const;
+  std::uint64_t nanoseconds(std::size_t layer) const { return layer_nanoseconds_[layer].load(); }
   // Ends the thread; a request under way is finished first. Nobody may be waiting in await_help afterwards.
   void close();
 
@@ -73,6 +74,7 @@ private:
   std::atomic<std::uint64_t> calls_{0};
   std::atomic<std::uint64_t> nanoseconds_{0};
   std::atomic<std::uint64_t> helps_{0};
+  std::vector<std::atomic<std::uint64_t>> layer_nanoseconds_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool awake_ = false;      // under mutex_: someone called wake

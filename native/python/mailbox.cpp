@@ -58,6 +58,7 @@ void bind_mailbox(nb::module_ &module) {
              const Mailbox::Counts counts = self.counts();
              return nb::make_tuple(counts.calls, counts.nanoseconds, counts.helps);
            })
+      .def("layer_nanoseconds", &Mailbox::nanoseconds)
       .def("close", [](Mailbox &self) {
         const nb::gil_scoped_release unlocked;
         self.close();

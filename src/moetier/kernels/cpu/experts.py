@@ -92,7 +92,10 @@ class CpuExperts:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory held for steps: 5.25 bytes a token and hidden element, 1.25 a pair and intermediate element."""
+        """Memory held for steps: 5.25 bytes a token and hidden element, 1.25 a pair and intermediate element.
+
+        With "amxbf16" another 2 bytes a pair and intermediate element.
+        """
         return self._native.workspace_bytes
 
     @property

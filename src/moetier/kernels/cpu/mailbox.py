@@ -112,6 +112,10 @@ class Mailbox:
         calls, nanoseconds, helps = self._native.counts()
         return calls, nanoseconds, helps
 
+    def layer_nanoseconds(self, layer: int) -> int:
+        """What the requests of a layer took so far."""
+        return self._native.layer_nanoseconds(layer)
+
     def close(self) -> None:
         """End the thread, after the request under way."""
         self._native.close()

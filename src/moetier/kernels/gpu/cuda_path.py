@@ -65,13 +65,14 @@ class HybridArguments:
     """int32 [1] on the device: how many of the tokens are real."""
     step: torch.Tensor | None = None
     box: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
     patience_ns: int = 0
 
     def up(self) -> tuple[torch.Tensor | None, ...]:
         return self.live, self.step
 
     def down(self) -> tuple[torch.Tensor | int | None, ...]:
-        return self.live, self.step, self.box, self.patience_ns
+        return self.live, self.step, self.box, self.counts, self.patience_ns
 
 
 NOT_HYBRID = HybridArguments()

@@ -15,7 +15,8 @@ STREAM_BLOCKS = 32
 """Thread blocks that read records over the link: enough loads in flight to fill it."""
 BOX_BYTES = 128
 _ANSWERED, _LATE = 16, 4  # words of box.cuh
-_COUNTS = ("layers", "layers_missed", "hits", "misses", "streamed", "pairs_cpu", "waited_ns", "")
+COUNTS = ("calls", "calls_missed", "hits", "misses", "streamed", "pairs_cpu", "waited_ns")
+"""What a layer counts, in the order of `Count` in hybrid.cuh."""
 
 
 def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -85,13 +86,15 @@ class LayerTables:
     """Of one layer: its number among the layers, where experts are on the device and in DRAM, and its heat.
 
     slot_table int32 [experts] on the device; records uint64 [experts] pinned: address of each expert's record in DRAM
-    that the device may read, 0 where it may not; heat uint32 (as int32) [experts] on the device: pairs so far.
+    that the device may read, 0 where it may not; heat uint32 (as int32) [experts] on the device: pairs so far; counts
+    int64 [len(COUNTS)] on the device.
     """
 
     index: int
     slot_table: torch.Tensor
     records: torch.Tensor
     heat: torch.Tensor
+    counts: torch.Tensor
 
 
 class HybridPath:
@@ -121,14 +124,13 @@ class HybridPath:
         self.costs = costs.tensor(self.device)
         self.live = torch.full((1,), tokens, dtype=torch.int32, device=self.device)
         """How many tokens of the coming calls are real, int32 [1]; more than there are means all."""
-        # struct Step: 8 counts, 8 words, MAX_STAGED addresses and slots, then the table of this call.
-        table_at = 8 * 8 + 8 * 4 + MAX_STAGED * 12
+        # struct Step: 8 words, MAX_STAGED addresses and slots, then the table of this call.
+        table_at = 8 * 4 + MAX_STAGED * 12
         self._step = torch.zeros(table_at + 4 * g.experts, dtype=torch.uint8, device=self.device)
-        self.count_words = self._step[: 8 * 8].view(torch.int64)
         self._table = self._step[table_at:].view(torch.int32)
         self._ids = torch.zeros((tokens, g.top_k), dtype=torch.int32, device=self.device)
         self._rows = torch.zeros((tokens, g.top_k, g.hidden), dtype=torch.float32, device=self.device)
-        self._hybrid = HybridArguments(self.live, self._step, self.mail.box, int(patience_seconds * 1e9))
+        self._patience_ns = int(patience_seconds * 1e9)
 
     def decodes(self, tokens: int) -> bool:
         """Whether a call of so many tokens is few enough for the decode kernels."""
@@ -147,15 +149,16 @@ class HybridPath:
         must be answered by somebody (native Mailbox), else the device stops after its patience.
         """
         call = Call(x, ids, weights, layer.slot_table, self.slots, self.mail.rows)
+        hybrid = HybridArguments(self.live, self._step, self.mail.box, layer.counts, self._patience_ns)
         decode = self.path.decode_kernels(x.shape[0])
         if decode:
             self._begin(layer, call, quantize=True)
-            self.path.decode(decode, call, out, quantize=False, hybrid=self._hybrid)
+            self.path.decode(decode, call, out, quantize=False, hybrid=hybrid)
             return out
         self._begin(layer, call, quantize=False)
         planned = Call(x, self._ids[: x.shape[0]], weights, self._table, self.slots, self._rows[: x.shape[0]])
         self.path.prefill(planned)
-        self.path.combine_hybrid(planned, self._table, out, self.mail.rows, self._hybrid)
+        self.path.combine_hybrid(planned, self._table, out, self.mail.rows, hybrid)
         return out
 
     def _begin(self, layer: LayerTables, call: Call, quantize: bool) -> None:
@@ -164,13 +167,9 @@ class HybridPath:
         streams = STREAM_BLOCKS if len(self.staging) else 0
         activations = (call.x, p.q, p.meta, blocks, call.ids, call.weights, call.ids.numel())
         where = (call.slot_table, layer.records, layer.index, self.staging.start, len(self.staging), streams)
-        state = (self.costs, layer.heat, self.live, self._ids, self._step)
+        state = (self.costs, layer.heat, layer.counts, self.live, self._ids, self._step)
         box = (mail.box, mail.ids, mail.weights, mail.x, mail.streamed)
         p.alone.kernels["begin_step"].launch(
             (1 + streams + -(-blocks // 8), 1),
             (*activations, *where, *state, *box, self.slots, self.slots.stride(0), self._record_bytes),
         )
-
-    def counts(self) -> dict[str, int]:
-        """What the steps did since the start, by the names of `Count` in hybrid.cuh. Waits for the device."""
-        return {name: int(n) for name, n in zip(_COUNTS, self.count_words.cpu(), strict=True) if name}

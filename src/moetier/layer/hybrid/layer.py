@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moetier.kernels.cpu import CpuExperts
 from moetier.kernels.cpu.mailbox import Request
 from moetier.kernels.gpu.hybrid import HybridPath, LayerTables
+from moetier.layer.counters import Counters
 from moetier.layer.fetch import Fetcher, Read
 from moetier.layer.hybrid.stream import Streamer
 from moetier.residency.device import ABSENT, DeviceSlots
@@ -47,11 +48,16 @@ class HybridLayer:
     host has all missed records streamed (stream.py). Which it is changes no bit.
     """
 
-    def __init__(self, tables: LayerTables, slots: DeviceSlots, fetcher: Fetcher, shared: Shared) -> None:
+    def __init__(
+        self, tables: LayerTables, slots: DeviceSlots, fetcher: Fetcher, shared: Shared, counters: Counters
+    ) -> None:
+        self.counters = counters
         self.tables, self.slots, self.tier, self._fetcher, self._shared = tables, slots, fetcher.tier, fetcher, shared
         self.busy: set[int] = set()
         """Experts whose records in DRAM are being copied into spare slots."""
-        self._copied: list[Copied] = []
+        self.helped_reads = 0
+        """Records read from disk by `help`."""
+        self._streamed: NDArray[np.int32] = np.zeros(slots.mirror.size, np.int32)
 
     @property
     def index(self) -> int:
@@ -80,8 +86,10 @@ class HybridLayer:
     def _stream(
         self, streamer: Streamer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        found = np.unique(ids.cpu().numpy())  # waits for the device: whatever it asked of the CPU is answered
-        routed = found[(found >= 0) & (found < self.slots.mirror.size)]
+        found = ids.cpu().numpy()  # waits for the device: whatever it asked of the CPU is answered
+        pairs = np.bincount(found[(found >= 0) & (found < self.slots.mirror.size)], minlength=self.slots.mirror.size)
+        self._streamed += pairs.astype(np.int32)
+        routed = np.flatnonzero(pairs).astype(np.int32)
         missed = routed[self.slots.mirror[routed] == ABSENT]
         with self._shared.lock:
             source = _Records(self, routed)
@@ -89,7 +97,28 @@ class HybridLayer:
                 streamer.forward(x, ids, weights, self.slots.table, missed.tolist(), source, out)
             finally:
                 source.close()
+        self._count_streamed(routed.size - missed.size, missed.size, source.read)
         return out
+
+    def _count_streamed(self, hits: int, misses: int, read: int) -> None:
+        counters = self.counters
+        counters.calls += 1
+        counters.hits += hits
+        counters.device_reads += hits
+        counters.misses += misses
+        counters.dram_reads += misses - read
+        counters.disk_reads += read
+        counters.streamed_bytes += misses * self.record_bytes
+
+    def take_streamed(self) -> NDArray[np.int32]:
+        """Pairs of each expert, int32 [experts], of calls that the host had streamed since the last time."""
+        taken, self._streamed = self._streamed, np.zeros_like(self._streamed)
+        return taken
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a record, this rank's part."""
+        return self._shared.bytes
 
     def record_in_dram(self, expert: int) -> torch.Tensor | None:
         """The record's bytes, uint8 [stride], or None where DRAM does not hold it. They stay while `lock` is held."""
@@ -109,6 +138,7 @@ class HybridLayer:
             here = self.tier.addresses.copy()
             here[np.setdiff1d(np.arange(here.size), routed)] = 0
             missing = [int(e) for e in routed if here[e] == 0]
+            read_from_disk = len(missing)
             reads: list[Read] = []
             try:
                 while True:
@@ -121,6 +151,7 @@ class HybridLayer:
                         reads.remove(read)
                         self._fetcher.settle(read)
                     if not reads and not missing:
+                        self.helped_reads += read_from_disk
                         return
                     here[:] = 0
                     wait([read.future for read in reads], return_when=FIRST_COMPLETED)
@@ -150,6 +181,8 @@ class _Records:
         self._layer, self._pinned = layer, layer.pins(routed.tolist())
         self._reads: list[Read] = []
         self._copied: list[Copied] = []
+        self.read = 0
+        """Records that came from disk."""
 
     def records(self, experts: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, object]]:
         absent = []
@@ -171,6 +204,7 @@ class _Records:
             read = next(r for r in self._reads if r.future.done())
             read.future.result()
             self._reads.remove(read)
+            self.read += 1
             yield read.expert, self._layer.record_at(read.address), read
 
     def copied(self, token: object, done: torch.cuda.Event) -> None:

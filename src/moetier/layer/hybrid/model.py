@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from moetier.errors import MoetierError
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu.base import Sizes
-from moetier.kernels.gpu.hybrid import ALL_CPU, Costs, HybridPath, LayerTables, pinned
+from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, pinned
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.layer import HybridLayer, Shared
 from moetier.layer.hybrid.rates import measure_costs
-from moetier.layer.hybrid.refill import Refiller
+from moetier.layer.hybrid.refill import Refiller, Told
 from moetier.layer.hybrid.stream import Streamer
 from moetier.layer.model import TieredModel
 from moetier.residency import POLICIES, UNKNOWN, DramTier, Step
@@ -89,6 +89,7 @@ class HybridModel:
         self._registered.add(*tiers.staging.arena.extent)
         experts, layers = part.geometry.experts, len(tiers.store.manifest.layers)
         self._heat = torch.zeros((plan.layers, experts), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((plan.layers, len(COUNTS)), dtype=torch.int64, device=device)
         self._records = pinned(layers, experts, dtype=torch.int64)
         self.layers: list[HybridLayer] = []
         self._refiller: Refiller | None = None
@@ -133,8 +134,8 @@ class HybridModel:
         )
         self._registered.add(*tier.arena.extent)
         fetcher = Fetcher(index, tier, tiers.staging, tiers.reader)
-        tables = LayerTables(index, slots.table, self._records[index], self._heat[row])
-        layer = HybridLayer(tables, slots, fetcher, self._shared)
+        tables = LayerTables(index, slots.table, self._records[index], self._heat[row], self._counts[row])
+        layer = HybridLayer(tables, slots, fetcher, self._shared, tiers.layer_counters[index])
         self._load_slots(layer, resident)
         fetcher.load(others[: tier.slots])
         policy.place(others[: tier.slots])
@@ -195,9 +196,9 @@ class HybridModel:
     def _make_refiller(self) -> Refiller:
         tiers, experts = self.tiers, self.tiers.part.geometry.experts
         policies = [POLICIES[tiers.settings.policy](experts) for _ in self.layers]
-        counters = [tiers.layer_counters[layer.index] for layer in self.layers]
-        heat = self._heat[: len(self.layers)]
-        return Refiller(self.layers, policies, heat, tiers.heat, counters, self.plan.fills if self.plan.spare else 0)
+        rows = slice(len(self.layers))
+        told = Told(self._heat[rows], self._counts[rows], self._mailbox.layer_nanoseconds)
+        return Refiller(self.layers, policies, told, tiers.heat, self.plan.fills if self.plan.spare else 0)
 
     def _help(self) -> None:
         layers: dict[int, HybridLayer] = {}
@@ -239,7 +240,8 @@ class HybridModel:
     def counts(self) -> dict[str, int]:
         """What the device and the mailbox counted. Waits for the device."""
         calls, nanoseconds, helps = self._mailbox.counts()
-        return self.path.counts() | {"cpu_calls": calls, "cpu_ns": nanoseconds, "helped": helps}
+        device = dict(zip(COUNTS, map(int, self._counts.sum(0).cpu()), strict=True))
+        return device | {"cpu_calls": calls, "cpu_ns": nanoseconds, "helped": helps}
 
     def close(self) -> None:
         """End the threads and release pinned memory; the layers cannot be called any more. Leaves `tiers` open."""

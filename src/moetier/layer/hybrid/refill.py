@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moetier.layer.counters import Counters
+from moetier.kernels.gpu.hybrid import COUNTS
 from moetier.layer.hybrid.layer import HybridLayer
 from moetier.residency import Heat, Policy, Step
 from moetier.residency.device import ABSENT
@@ -17,10 +17,24 @@ from moetier.residency.policy import refills
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Heat as a step left it, on its way to the host, with the slots that the step ran with."""
+class Told:
+    """What the steps tell of themselves since the start, a row a layer.
+
+    heat int32 [layers, experts] and counts int64 [layers, COUNTS] on the device; cpu_ns: the CPU's nanoseconds of a layer,
+    by its index.
+    """
 
     heat: torch.Tensor
+    counts: torch.Tensor
+    cpu_ns: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a step left, on its way to the host, with the slots that the step ran with."""
+
+    heat: torch.Tensor
+    counts: torch.Tensor
     mirrors: NDArray[np.int32]
     step: Step
     arrived: torch.cuda.Event
@@ -29,67 +43,70 @@ class Snapshot:
 class Refiller:
     """Follows the steps one behind, so that the host never waits for the device.
 
-    heat: int32 [layers, experts] on the device, pairs so far, row i for layers[i]. policies: of the spare slots, by
-    layer. fills: the most records that are copied after one step.
+    policies: of the spare slots, by layer. total: the heat that is kept across restarts. fills: the most records that
+    are copied after one step.
     """
 
     def __init__(
-        self,
-        layers: Sequence[HybridLayer],
-        policies: Sequence[Policy],
-        heat: torch.Tensor,
-        total: Heat,
-        counters: Sequence[Counters],
-        fills: int,
+        self, layers: Sequence[HybridLayer], policies: Sequence[Policy], told: Told, total: Heat, fills: int
     ) -> None:
-        self._layers, self._policies, self._counters = layers, policies, counters
-        self._heat, self._total, self._fills = heat, total, fills
-        self._seen = heat.cpu().numpy().view(np.uint32).copy()
+        self._layers, self._policies, self._told, self._total, self._fills = layers, policies, told, total, fills
+        # What was routed until now was no request's (warm-up).
+        self._seen = told.heat.cpu().numpy().view(np.uint32).copy()
+        self._counted = told.counts.cpu().numpy().copy()
+        self._cpu_ns = [told.cpu_ns(layer.index) for layer in layers]
+        self._helped = [layer.helped_reads for layer in layers]
         self._waiting: list[Snapshot] = []
-
-    def forget(self) -> None:
-        """What was routed until now was no request's (warm-up): learn nothing from it. Waits for the device."""
-        self._waiting.clear()
-        self._seen = self._heat.cpu().numpy().view(np.uint32).copy()
 
     def after_step(self, step: Step) -> None:
         """A step was launched on the current stream. Publishes finished copies, learns, and starts new ones."""
         for layer in self._layers:
             if layer.busy:
                 layer.busy.difference_update(layer.slots.publish())
-        heat = torch.empty(self._heat.shape, dtype=torch.int32, pin_memory=True)
-        heat.copy_(self._heat, non_blocking=True)
         mirrors = np.stack([layer.slots.mirror for layer in self._layers])
-        arrived = torch.cuda.current_stream(self._heat.device).record_event()
-        self._waiting.append(Snapshot(heat, mirrors, step, arrived))
+        heat, counts = _to_host(self._told.heat), _to_host(self._told.counts)
+        arrived = torch.cuda.current_stream(self._told.heat.device).record_event()
+        self._waiting.append(Snapshot(heat, counts, mirrors, step, arrived))
         while self._waiting and self._waiting[0].arrived.query():  # type: ignore[no-untyped-call]
             self._learn(self._waiting.pop(0))
 
     def _learn(self, snapshot: Snapshot) -> None:
-        now = snapshot.heat.numpy().view(np.uint32)
-        pairs = now - self._seen
-        self._seen = now.copy()
+        now, counts, step = snapshot.heat.numpy().view(np.uint32), snapshot.counts.numpy(), snapshot.step
+        pairs, counted = (now - self._seen).astype(np.int32), counts - self._counted
+        self._seen, self._counted = now.copy(), counts.copy()
         left = self._fills
-        for row in np.flatnonzero(pairs.any(1)):
-            layer, experts = self._layers[row], np.flatnonzero(pairs[row]).astype(np.int32)
+        for row, layer in enumerate(self._layers):
+            pairs[row] += layer.take_streamed()
+            experts = np.flatnonzero(pairs[row]).astype(np.int32)
+            if not experts.size:
+                continue
             missed = experts[snapshot.mirrors[row][experts] == ABSENT]
-            self._total.add(layer.index, experts, pairs[row][experts].astype(np.int32), snapshot.step.sequences)
-            self._count(self._counters[row], pairs[row], experts.size, missed.size)
-            self._policies[row].touch(experts, snapshot.step.prefill)
-            layer.tier.policy.touch(missed, snapshot.step.prefill)
+            self._total.add(layer.index, experts, pairs[row][experts], step.sequences)
+            self._count(row, layer, counted[row], int(pairs[row].sum()))
+            self._policies[row].touch(experts, step.prefill)
+            layer.tier.policy.touch(missed, step.prefill)
             if left and missed.size:
-                left -= self._refill(layer, self._policies[row], missed, left, self._counters[row])
+                left -= self._refill(layer, self._policies[row], missed, left)
 
-    @staticmethod
-    def _count(counters: Counters, pairs: NDArray[np.uint32], distinct: int, missed: int) -> None:
-        counters.calls += 1
-        counters.pairs += int(pairs.sum())
-        counters.hits += distinct - missed
-        counters.misses += missed
+    def _count(self, row: int, layer: HybridLayer, counted: NDArray[np.int64], pairs: int) -> None:
+        """The device's counts of planned calls; streamed ones were counted when they were made."""
+        counts, counters = dict(zip(COUNTS, map(int, counted), strict=True)), layer.counters
+        cpu_ns = self._told.cpu_ns(layer.index)
+        counters.calls += counts["calls"]
+        counters.pairs += pairs
+        counters.hits += counts["hits"]
+        counters.device_reads += counts["hits"]
+        counters.misses += counts["misses"]
+        read = layer.helped_reads - self._helped[row]
+        self._helped[row] += read
+        counters.disk_reads += read
+        counters.dram_reads += counts["misses"] - read
+        counters.streamed_bytes += counts["streamed"] * layer.record_bytes
+        counters.cpu_us += (cpu_ns - self._cpu_ns[row]) / 1e3
+        counters.wait_us += counts["waited_ns"] / 1e3
+        self._cpu_ns[row] = cpu_ns
 
-    def _refill(
-        self, layer: HybridLayer, policy: Policy, missed: NDArray[np.int32], limit: int, counters: Counters
-    ) -> int:
+    def _refill(self, layer: HybridLayer, policy: Policy, missed: NDArray[np.int32], limit: int) -> int:
         slots, lock = layer.slots, layer.lock
         if not lock.acquire(blocking=False):
             return 0  # a request is being helped with: the next step will do
@@ -106,5 +123,11 @@ class Refiller:
                 layer.busy.add(swap.expert)
         finally:
             lock.release()
-        counters.slot_fills += len(swaps)
+        layer.counters.slot_fills += len(swaps)
         return len(swaps)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, there when the stream has come so far."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

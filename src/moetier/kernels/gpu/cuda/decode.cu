@@ -20,12 +20,12 @@ extern "C" __global__ void __launch_bounds__(256) quantize_decode(const u16 *x, 
 extern "C" __global__ void __launch_bounds__(STEP_THREADS)
     begin_step(const u16 *x, s8 *q, Meta *meta, int blocks, const int *ids, const float *weights, int pairs, const int *slot_table,
                const u64 *records, int layer, int staging_first, int staging, int streams, const Costs *costs, u32 *heat,
-               const int *live, int *step_ids, Step *step, Box *box, int *box_ids, float *box_weights, u16 *box_x,
+               u64 *counts, const int *live, int *step_ids, Step *step, Box *box, int *box_ids, float *box_weights, u16 *box_x,
                int *box_streamed, u8 *slots, size_t stride, size_t bytes) {
   let_next_start();
   const int block = blockIdx.x;
   const StepCall call = {x,  ids,    weights, pairs, slot_table, records, layer, staging_first, staging, costs,
-                         heat, live, step_ids};
+                         heat, counts, live, step_ids};
   if (block == 0)
     plan_step(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
   else if (block > streams)
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 2)
     down_decode(const s8 *hq, const Meta *hmeta, const int *ids, const float *route_weights, const int *slot_table,
                 const u8 *slots, size_t stride, int pairs, float *rows, u16 *out, const int *live, Step *step, Box *box,
-                u64 patience) {
+                u64 *counts, u64 patience) {
   extern __shared__ __align__(16) u8 shared[];
   __shared__ Work work;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = pairs;
@@ -173,6 +173,6 @@ extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 2)
     down_prefetch(ring, work, tasks, blockIdx.x, warp, lane);
   }
   down_sums(Tables(), ring, work, tasks, blockIdx.x, parts, hq, hmeta, warp, lane);
-  if (missing && step->pending) await_answer(*step, box, patience);
+  if (missing && step->pending) await_answer(*step, box, counts, patience);
   combine(work, parts, route_weights, pairs, all, blockIdx.x, rows, out);
 }

@@ -15,10 +15,9 @@ struct Costs {
   float cpu_call, cpu_expert, cpu_pair, stream_expert, dram_expert;
 };
 
-enum Count { LAYERS, LAYERS_MISSED, HITS, MISSES, STREAMED, PAIRS_CPU, WAITED_NS, COUNTS };
+enum Count { CALLS, CALLS_MISSED, HITS, MISSES, STREAMED, PAIRS_CPU, WAITED_NS, COUNTS };
 
 struct Step {
-  u64 counts[8];  // since the start: see Count
   u32 sequence;   // of the last request
   u32 awaited;    // the request whose answer this call needs, if `pending`
   u32 released;   // the last request whose answer was seen, for blocks that do not poll
@@ -43,6 +42,7 @@ struct StepCall {
   int staging_first, staging;  // staging slots
   const Costs *costs;
   u32 *heat;        // pairs of each expert so far
+  u64 *counts;      // of the layer, since the start: see Count
   const int *live;  // tokens that are real; what follows is padding
   int *step_ids;    // ids, -1 where there is nothing to compute
 };
@@ -79,7 +79,7 @@ __device__ __forceinline__ uint4 load_host(const uint4 *p) {  // never from a ca
 }
 __device__ __forceinline__ float load_host(const float *p) { return *(const volatile float *)p; }
 
-__device__ __forceinline__ void tally(Step &step, Count count, u64 n) { atomicAdd(&step.counts[count], n); }
+__device__ __forceinline__ void tally(u64 *counts, Count count, u64 n) { atomicAdd(counts + count, n); }
 
 // One block. Fills step.table and the list of records to stream; posts the CPU's part. `streams`: blocks that stream.
 __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool streams) {
@@ -151,8 +151,8 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
       *(volatile int *)&step.planned = 1 + taken;
     }
     step.pending = n > taken;
-    tally(step, LAYERS, 1), tally(step, HITS, hits);
-    if (n) tally(step, MISSES, n), tally(step, LAYERS_MISSED, 1), tally(step, STREAMED, taken);
+    tally(call.counts, CALLS, 1), tally(call.counts, HITS, hits);
+    if (n) tally(call.counts, MISSES, n), tally(call.counts, CALLS_MISSED, 1), tally(call.counts, STREAMED, taken);
   }
   if (n == taken) return;
   const int tokens = call.pairs / TOP_K;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
   __syncthreads();
   if (thread == 0) {
     step.awaited = ++step.sequence;
-    tally(step, PAIRS_CPU, cpu_pairs);
+    tally(call.counts, PAIRS_CPU, cpu_pairs);
     mail.box->layer = call.layer, mail.box->tokens = tokens, mail.box->streamed = taken;
     __threadfence_system();
     *(volatile u32 *)&mail.box->posted = step.awaited;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void stream_records(Step &step, u8 *slots, size_t str
 
 // All threads of all blocks: returns when the CPU's rows of this call are in memory. The first block polls the mailbox, the
 // others what it found. A refusal, or no answer within `patience` nanoseconds, stops the device: never a partial sum.
-__device__ __forceinline__ void await_answer(Step &step, Box *box, u64 patience) {
+__device__ __forceinline__ void await_answer(Step &step, Box *box, u64 *counts, u64 patience) {
   if (threadIdx.x == 0) {
     const u32 wanted = step.awaited;
     if (blockIdx.x == 0) {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void await_answer(Step &step, Box *box, u64 patience)
         }
         __nanosleep(40);
       }
-      tally(step, WAITED_NS, nanoseconds() - start);
+      tally(counts, WAITED_NS, nanoseconds() - start);
       store_release(&step.released, wanted);
     } else {
       while (int(load_acquire(&step.released) - wanted) < 0) __nanosleep(40);

@@ -207,10 +207,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_slices(const float *p
 // is routed to an expert without a slot; in a hybrid step such rows are the CPU's, in `box_rows`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     combine(const float *rows, const int *ids, const float *weights, const int *slot_table, u16 *out, const float *box_rows,
-            Step *step, Box *box, u64 patience) {
+            Step *step, Box *box, u64 *counts, u64 patience) {
   __shared__ int expert[TOP_K], order[TOP_K];
   const size_t token = blockIdx.x;
-  if (HYBRID && step->pending) await_answer(*step, box, patience);
+  if (HYBRID && step->pending) await_answer(*step, box, counts, patience);
   const int k = threadIdx.x;
   if (k < TOP_K) expert[k] = ids[token * TOP_K + k];
   __syncthreads();
