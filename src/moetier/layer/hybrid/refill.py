@@ -20,8 +20,8 @@ from moetier.residency.policy import refills
 class Told:
     """What the steps tell of themselves since the start, a row a layer.
 
-    heat int32 [layers, experts] and counts int64 [layers, COUNTS] on the device; cpu_ns: the CPU's nanoseconds of a layer,
-    by its index.
+    heat int32 [layers, experts] and counts int64 [layers, COUNTS] on the device; cpu_ns: the CPU's nanoseconds of a
+    layer, by its index.
     """
 
     heat: torch.Tensor
