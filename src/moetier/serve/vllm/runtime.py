@@ -113,6 +113,8 @@ def served_layers(checkpoint: Checkpoint, store: Store, vllm_config: Any) -> int
 
 def _of_rank(settings: Settings, rank: int, ranks: int) -> Settings:
     """The settings with this rank's share of the CPUs and threads."""
+    if settings.slots and (settings.record_trace or settings.record_calls):
+        raise SettingsError("recording: with device slots what is routed stays on the device; record with --slots 0")
     if ranks == 1:
         return settings
     if settings.record_calls is not None:

@@ -1,0 +1,104 @@
+"""What the tiers hear of vLLM's steps, and the parts of vLLM that the worker subclasses stand on."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moetier.layer.context import Context
+from moetier.residency import Step
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from moetier.errors import SettingsError
+from moetier.serve.vllm import runtime
+from moetier.serve.vllm.steps import StepAware, step_of
+from moetier.settings import Settings
+
+
+def scheduled(tokens: dict[str, int], drafts: dict[str, list[int]] | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        scheduled_spec_decode_tokens=drafts or {},
+        total_num_scheduled_tokens=sum(tokens.values()),
+    )
+
+
+def test_step_of_what_was_scheduled() -> None:
+    assert step_of(scheduled({"a": 1, "b": 1})) == Step(2, False)
+    assert step_of(scheduled({"a": 1, "b": 100})) == Step(2, True)
+    assert step_of(scheduled({"a": 4, "b": 1}, {"a": [-1, -1, -1]})) == Step(2, False)
+
+
+class Worker:
+    """Stands for vLLM's; the steps that it saw the tiers in."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, Step]] = []
+
+    def load_model(self) -> str:
+        return "loaded"
+
+    def execute_model(self, scheduler_output: Any) -> str:
+        (model,) = runtime._models.values()
+        if scheduler_output.total_num_scheduled_tokens == 13:
+            raise ValueError("thirteen")
+        self.seen.append((model.context.real, model.context.step))
+        return "output"
+
+
+class Ours(StepAware, Worker):
+    pass
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    model: Any = SimpleNamespace(context=Context(), part=SimpleNamespace(ranks=1))
+    monkeypatch.setattr(runtime, "_models", {"one": model})
+    return model
+
+
+def test_nothing_is_real_before_the_first_step(model: SimpleNamespace) -> None:
+    worker = Ours()
+    assert worker.load_model() == "loaded"
+    assert not model.context.real
+    worker.execute_model(scheduled({}))
+    assert worker.execute_model(scheduled({"a": 7})) == "output"
+    assert worker.seen == [(False, Step()), (True, Step(1, True))]
+
+
+def test_failure_ends_the_process_only_among_ranks(model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(ValueError, match="thirteen"):
+        Ours().execute_model(scheduled({"a": 13}))
+    assert not ended
+    model.part.ranks = 2
+    with pytest.raises(ValueError, match="thirteen"):
+        Ours().execute_model(scheduled({"a": 13}))
+    assert ended == [1]
+
+
+def test_recordings_that_cannot_be_made_are_refused() -> None:
+    sliced, slots = {"record_calls": "x"}, {"record_trace": "x", "slots": 4}
+    with pytest.raises(SettingsError, match="record with one rank"):
+        runtime._of_rank(Settings.parse({"store": "s", **sliced}), 0, 2)
+    with pytest.raises(SettingsError, match="--slots 0"):
+        runtime._of_rank(Settings.parse({"store": "s", **slots}), 0, 1)
+
+
+def test_vllm_has_what_we_stand_on() -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
+
+    from moetier.serve.vllm.cpu_worker import MoetierCpuWorker
+
+    fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
+    assert {"num_scheduled_tokens", "scheduled_spec_decode_tokens", "total_num_scheduled_tokens"} <= fields
+    assert list(inspect.signature(GpuWorker.execute_model).parameters)[:2] == ["self", "scheduler_output"]
+    assert MoetierCpuWorker.load_model is StepAware.load_model
