@@ -69,6 +69,7 @@ def worst(found: Machine) -> list[Finding]:
         cpu(kinds=(CoreKind(name="performance", cpus=tuple(range(8))),)),
         rates(),
         rates(dram_read=dram(25, 50, 96, 100)),
+        rates(others_cpus=0.5),
         rates(host_to_device=(GpuRate(gpu=0, bytes_per_s=55e9), GpuRate(gpu=0, bytes_per_s=50e9, at_once=2))),
         rates(disk_read=(DiskRate(queue_depth=1, record_bytes=13 << 20, bytes_per_s=3e9),)),
     ],
@@ -105,6 +106,7 @@ def test_all_fine(found: Machine) -> None:
         (disk(filesystem="nfs4"), "disk", SLOW, "network"),
         (disk(rotational=True), "disk", SLOW, "spins"),
         (disk(o_direct=False), "disk", SLOW, "O_DIRECT"),
+        (rates(others_cpus=3.0), "rates", SLOW, "others used 3.0 of 8 CPUs"),
         (rates(dram_read=dram(40, 60, 80, 50)), "dram", SLOW, "8 threads read 50.0 GB/s, 4 would read 80.0"),
         (rates(host_to_device=(GpuRate(gpu=0, bytes_per_s=12e9),)), "link 0", SLOW, "the link carries 63.0"),
         (

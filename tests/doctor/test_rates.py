@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moetier.bench import kernel as bench
-from moetier.doctor import cache
+from moetier.doctor import cache, judge_rates
 from moetier.doctor.cache import for_disk, load_rates, rates_file, save_rates, with_disks_of
 from moetier.doctor.examine import examine, examine_and_measure
 from moetier.doctor.facts import Disk, DiskRate, DramRate, Rates, Verdict
@@ -23,10 +23,11 @@ from moetier.doctor.measure import disk as disk_measure
 from moetier.doctor.measure.cpu import measure_dram, measure_kernel, thread_counts
 from moetier.doctor.measure.disk import measure_disk
 from moetier.doctor.measure.gpu import measure_links
+from moetier.doctor.measure.others import Others
 from moetier.doctor.probe.cpu import probe_cpu
 from moetier.doctor.probe.disk import probe_disk
 from moetier.errors import SettingsError
-from tests.doctor.machines import gpu, machine
+from tests.doctor.machines import gpu, machine, write
 
 RECORD = 64 << 10
 
@@ -42,6 +43,7 @@ RATES = Rates(identity="abc", dram_read=(DramRate(threads=1, bytes_per_s=1e10),)
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Little to measure, and a cache of our own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(judge_rates, "MOST_OTHERS", 1e9)  # tests run on busy machines
     monkeypatch.setattr(bench, "SECONDS_PER_ROW", 0.0)
     monkeypatch.setattr(cpu_measure, "READ_BYTES", 64 << 20)
     monkeypatch.setattr(cpu_measure, "TOKENS", (1, 3))
@@ -225,6 +227,51 @@ def test_measured_once_known_afterwards(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(again.to_json())
     assert read_machine(file) == again
+
+
+def test_rates_of_a_busy_machine_are_shown_and_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(judge_rates, "MOST_OTHERS", -1.0)  # nothing is quiet enough
+    found, unsaved = examine_and_measure(tmp_path, "64,64,8,2", lambda line: None)
+    assert found.rates is not None
+    assert "expected a quiet machine" in str(unsaved)
+    assert [finding.about for finding in found.findings if "while these were measured" in finding.text] == ["rates"]
+    assert load_rates(found.identity) is None
+
+
+def stat(root: Path, *lines: str) -> Path:
+    return write(root, {"proc/stat": "cpu  9 9 9 9 9 9 9 9 0 0\n" + "\n".join(lines) + "\nintr 5\n"})
+
+
+def test_what_others_use(tmp_path: Path) -> None:
+    tick = os.sysconf("SC_CLK_TCK")
+    stat(tmp_path, "cpu0 100 0 0 7 7 0 0 0 0 0", "cpu1 0 0 0 0 0 0 0 0 0 0", "cpu2 5 0 0 0 0 0 0 0 0 0")
+    others = Others((0, 1), tmp_path)
+    assert others.cpus() == 0.0
+    busy = 3600 * tick  # an hour of work and of stolen time since, on the two that are ours
+    stat(
+        tmp_path, f"cpu0 {100 + busy} 0 0 9 9 0 0 0 0 0", f"cpu1 0 0 0 0 0 0 0 {busy} 0 0", f"cpu2 {busy} 0 0 0 0 0 0 0"
+    )
+    found = others.cpus()
+    assert found is not None
+    assert found > 100
+    assert Others((9,), tmp_path).cpus() is None
+    assert Others((0,), tmp_path / "nowhere").cpus() is None
+
+
+def test_our_own_work_is_not_others() -> None:
+    mine = os.sched_getaffinity(0)
+    one = min(mine)
+    os.sched_setaffinity(0, {one})
+    try:
+        others, start, own = Others([one]), time.monotonic(), time.process_time()
+        while time.process_time() - own < 0.5:
+            pass
+        found, seconds = others.cpus(), time.monotonic() - start
+    finally:
+        os.sched_setaffinity(0, mine)
+    if found is None:
+        pytest.skip("/proc/stat is hidden")
+    assert found * seconds + 0.5 <= seconds + 0.1, "one CPU's time is ours or theirs, not both"
 
 
 def test_a_file_instead_of_the_cache(tmp_path: Path) -> None:

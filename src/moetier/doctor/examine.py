@@ -11,7 +11,7 @@ from moetier import __version__, machine
 from moetier.doctor.cache import for_disk, load_rates, save_rates, with_disks_of
 from moetier.doctor.facts import Finding, Machine, Support, Verdict, hardware_identity
 from moetier.doctor.judge import findings
-from moetier.doctor.judge_rates import judge_rates
+from moetier.doctor.judge_rates import is_busy, judge_rates
 from moetier.doctor.measure import measure
 from moetier.doctor.probe.cpu import probe_cpu, probe_numa
 from moetier.doctor.probe.disk import probe_disk
@@ -65,9 +65,16 @@ def examine(folder: Path, rates_file: Path | None = None, root: Path = machine.R
 def examine_and_measure(
     folder: Path, shape: str, report: Callable[[str], None]
 ) -> tuple[Machine, SettingsError | None]:
-    """Facts, rates measured now and kept, and findings; and why they could not be kept, if so."""
+    """Facts, rates measured now and kept, and findings; and why they were not kept, if so."""
     found = facts(folder)
     rates = measure(found, shape, report)
+    judged = _judged(found.model_copy(update={"rates": rates}), ())
+    if is_busy(found.cpu, rates):
+        return judged, SettingsError(
+            f"expected a quiet machine to measure, found others using {rates.others_cpus:.1f} of "
+            f"{len(found.cpu.allowed)} CPUs: these rates are not kept; stop what runs and measure again, or use them "
+            "as they are, from the file that --json makes"
+        )
     try:
         before = load_rates(found.identity)
     except SettingsError:
@@ -75,8 +82,8 @@ def examine_and_measure(
     try:
         save_rates(with_disks_of(rates, before))
     except SettingsError as error:
-        return _judged(found.model_copy(update={"rates": rates}), ()), error
-    return _judged(found.model_copy(update={"rates": rates}), ()), None
+        return judged, error
+    return judged, None
 
 
 def _judged(found: Machine, trouble: tuple[Finding, ...]) -> Machine:

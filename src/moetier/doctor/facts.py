@@ -183,6 +183,8 @@ class Rates(Fact):
     """Of the hardware they were measured on (`hardware_identity`), or "described"."""
     measured_at: str | None = None
     """UTC, ISO 8601."""
+    others_cpus: float | None = Field(default=None, ge=0)
+    """CPUs' worth of time that others used meanwhile; None: not known."""
     dram_read: tuple[DramRate, ...] = ()
     kernel: tuple[KernelRate, ...] = ()
     host_to_device: tuple[GpuRate, ...] = ()

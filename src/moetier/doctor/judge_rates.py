@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetier.doctor.facts import DiskRate, Finding, Gpu, Machine, Rates, Verdict
+from moetier.doctor.facts import Cpu, DiskRate, Finding, Gpu, Machine, Rates, Verdict
 from moetier.doctor.judge import link_bytes_per_s
 
 NEAR = 0.95
 """Part of the best from which on thread counts are as good as each other."""
+MOST_OTHERS = 0.1
+"""Part of the CPUs that others may use while rates are measured."""
 OF_LINK = 0.7
 """Part of what the link carries below which copies are called slow: protocol and drivers take the rest."""
 SLOW_DISK = 1e9
@@ -21,11 +23,23 @@ def judge_rates(machine: Machine) -> Iterator[Finding]:
     if rates is None:
         yield Finding(about="rates", verdict=Verdict.FINE, text="not measured here yet: moetier doctor --measure")
         return
+    if is_busy(machine.cpu, rates):
+        yield Finding(
+            about="rates",
+            verdict=Verdict.SLOW,
+            text=f"others used {rates.others_cpus:.1f} of {len(machine.cpu.allowed)} CPUs while these were measured",
+            remedy="stop them, and measure again",
+        )
     yield from _dram(rates, machine.cpu.threads)
     yield from _kernel(rates)
     for gpu in machine.gpus:
         yield from _link(rates, gpu)
     yield from _disk(rates.disk_read)
+
+
+def is_busy(cpu: Cpu, rates: Rates) -> bool:
+    """Whether others used so much of the CPUs that the rates say nothing."""
+    return rates.others_cpus is not None and rates.others_cpus > MOST_OTHERS * len(cpu.allowed)
 
 
 def _dram(rates: Rates, threads: int) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from moetier.doctor.facts import Machine, Rates
 from moetier.doctor.measure.cpu import measure_dram, measure_kernel
 from moetier.doctor.measure.disk import measure_disk
 from moetier.doctor.measure.gpu import measure_links
+from moetier.doctor.measure.others import Others
 from moetier.formats import RecordLayout
 
 
@@ -34,14 +35,17 @@ def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda
     if disk:
         report(f"reading records of {stride / 1e6:.1f} MB from {disk.path}")
     disk_read = measure_disk(disk, stride) if disk else ()
+    others = Others(cpu.allowed)
     report(f"reading DRAM with 1 to {len(cpu.allowed)} threads")
     dram_read = measure_dram(cpu)
     report(f"the CPU kernel, {cpu.threads} threads, shape {shape}")
+    kernel = measure_kernel(shape, cpu.threads)
     return Rates(
         identity=machine.identity,
+        others_cpus=others.cpus(),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         dram_read=dram_read,
-        kernel=measure_kernel(shape, cpu.threads),
+        kernel=kernel,
         host_to_device=links.host_to_device,
         device_to_host=links.device_to_host,
         device_copy=links.device_copy,
