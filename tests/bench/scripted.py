@@ -7,16 +7,19 @@ move those after it: rates stay what the script says however busy the machine is
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import multiprocessing
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 POSITIONS = 1 << 16
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,19 @@ def _run(listening: socket.socket, script: Script) -> None:
         await server.serve_forever()
 
     asyncio.run(serve())
+
+
+def in_one_of_three(test: Test) -> Test:
+    """Run a test of timing again, twice at most: a wrong client is wrong every time, a busy machine is not."""
+
+    @functools.wraps(test)
+    def again(*arguments: Any, **named: Any) -> None:
+        for _ in range(2):
+            with contextlib.suppress(AssertionError):
+                return test(*arguments, **named)
+        return test(*arguments, **named)
+
+    return again  # type: ignore[return-value]
 
 
 @contextmanager

@@ -217,7 +217,7 @@ def test_a_killed_run_leaves_no_half_result(root: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("os.fsync", full)
     commit = git(root, "rev-parse", "HEAD")
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(BenchError, match="cannot be written: No space"):
         write_result(root / "results", made("tiny/a", commit=commit))
     assert found(root) == []
 

@@ -13,7 +13,7 @@ from moetier.bench.meter import Meter
 from moetier.bench.probes import Decode, Growth, Prefill
 from moetier.bench.probes.base import Probe, Target
 from moetier.bench.samples import Cell
-from tests.bench.scripted import Script, scripted
+from tests.bench.scripted import Script, in_one_of_three, scripted
 
 
 def measured(script: Script, probe: Probe) -> dict[str, Cell]:
@@ -36,6 +36,7 @@ def near(value: float) -> object:
 
 
 @pytest.mark.parametrize("level", [1, 2, 4, 8, 16, 32])
+@in_one_of_three
 def test_decode_by_concurrency(level: int) -> None:
     probe = Decode(levels=(level,), repeats=1, seconds=1, warmup_seconds=0.1)
     cells = measured(Script(first=0.2, gap=0.05, per_chunk=3), probe)
@@ -43,6 +44,7 @@ def test_decode_by_concurrency(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 4, 8, 16, 32])
+@in_one_of_three
 def test_ttft_under_concurrency_counts_the_first_reasoning_token(level: int) -> None:
     from moetier.bench.probes.base import Timed, trial
 
@@ -60,6 +62,7 @@ def test_ttft_under_concurrency_counts_the_first_reasoning_token(level: int) -> 
     assert ttfts[len(ttfts) // 2] == near(0.5)
 
 
+@in_one_of_three
 def test_prefill_and_ttft_of_exact_lengths() -> None:
     cells = measured(Script(first=0.5), Prefill(lengths=(100, 1000), repeats=1))
     for length in (100, 1000):
@@ -67,6 +70,7 @@ def test_prefill_and_ttft_of_exact_lengths() -> None:
         assert cells[f"prefill.{length}"].value == near(length / 0.5)
 
 
+@in_one_of_three
 def test_decode_behind_a_context() -> None:
     cells = measured(Script(first=0.2, gap=0.03, per_chunk=2), Growth(lengths=(64,), tokens=64, repeats=1))
     assert cells["growth.64"].value == near(2 / 0.03)

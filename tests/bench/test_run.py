@@ -117,6 +117,7 @@ def test_results_are_as_they_were_measured_and_rendered() -> None:
         (("run", "nano/dram", "--suite", "none"), "is not there"),
         (("compare", "README.md", "README.md"), "expected a result of `moetier bench run`"),
         (("show", "recipe", "nano/none"), "is not there"),
+        (("machine", "../x", "--summary", "x"), "expected small letters"),
         (("import", "README.md"), "expected a file of `moetier prove`"),
         (("sweep", "nano/dram", "--axis", "dram_record=1"), "did you mean 'dram_records'"),
     ],

@@ -20,6 +20,8 @@ import aiohttp
 
 from moetier.bench.samples import Stream
 
+BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError, AttributeError, RecursionError)
+"""What a server's failure or nonsense raises here."""
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 """So that every chunk says how many tokens there are by then."""
 
@@ -110,7 +112,7 @@ async def stream(
                 await _read(response, recorder)
             else:
                 recorder.error = f"HTTP status {response.status}: {(await response.text())[:200]}"
-    except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
+    except BROKEN as error:
         recorder.error = f"{type(error).__name__}: {str(error)[:200]}"
     return recorder.stream(start, time.perf_counter())
 
@@ -125,7 +127,7 @@ async def _read(response: aiohttp.ClientResponse, recorder: Recorder) -> None:
     finally:
         for task in (reading, cutting):
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, ValueError, OSError):
+            with contextlib.suppress(asyncio.CancelledError, *BROKEN):
                 await task
         if recorder.cut.is_set():
             response.close()

@@ -224,10 +224,10 @@ class Library:
 
     def suite(self, name: str) -> Suite:
         """The suite of an id."""
-        return read_document(SUITES / f"{_checked(name)}.yaml", Suite)
+        return read_document(SUITES / f"{checked_id(name)}.yaml", Suite)
 
     def _path(self, folder: str, name: str) -> Path:
-        return self.root / folder / f"{_checked(name)}.yaml"
+        return self.root / folder / f"{checked_id(name)}.yaml"
 
     def names(self, what: Literal["recipes", "machines", "suites"]) -> list[str]:
         """Ids of all files of a kind, readable or not."""
@@ -263,7 +263,7 @@ class Library:
         return path
 
 
-def _checked(name: str) -> str:
+def checked_id(name: str) -> str:
     try:
         return _name(name)
     except ValueError as error:

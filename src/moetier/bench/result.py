@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from moetier.store.files import read_small, sync_folder
 
 LARGEST = 256 << 20
 SUMS = "SHA256SUMS"
+SPACE = 64 << 20
+"""Bytes that must be free before a run: more than a result takes."""
 
 
 class Served(Frozen):
@@ -191,8 +194,29 @@ def refuse_existing(folder: Path, name: str) -> None:
 def write_result(folder: Path, result: Result, name: str | None = None) -> Path:
     """Write below `folder` and list the file in SHA256SUMS; never replaces one. Killed in between, no half a file."""
     path = folder / (name or result.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = to_text(result.sealed()).encode()
+    try:
+        _write(folder, path, data)
+    except OSError as error:
+        raise BenchError(f"{path} cannot be written: {error.strerror}; the run is lost") from error
+    return path
+
+
+def require_space(folder: Path) -> None:
+    """BenchError where a result could not be written: better before a run than after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be made: {error.strerror}; name another with --out") from error
+    if free < SPACE or not os.access(folder, os.W_OK):
+        raise BenchError(
+            f"{folder}: expected {SPACE >> 20} MiB that can be written, found {free >> 20}; name another --out"
+        )
+
+
+def _write(folder: Path, path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         refuse_existing(folder, path.relative_to(folder).as_posix())
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".tmp") as aside:
@@ -203,7 +227,6 @@ def write_result(folder: Path, result: Result, name: str | None = None) -> Path:
             os.link(aside.name, path)
         sync_folder(path.parent)
         _list(folder, path, hashlib.sha256(data).hexdigest())
-    return path
 
 
 def _list(folder: Path, path: Path, checksum: str) -> None:

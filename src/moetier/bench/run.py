@@ -30,6 +30,7 @@ from moetier.bench.result import (
     cells_of,
     hashes_of,
     refuse_existing,
+    require_space,
     tier_cells,
     write_result,
 )
@@ -188,6 +189,7 @@ def run_recipe(
         run = Run(library.root, recipe, suite, named, code, files, place, set_folders(library.root))
         probe_name = f"{named.id}/{recipe.id.replace('/', '__')}__{suite.id}__{(code.commit or '')[:12]}.json"
         refuse_existing(out, probe_name)
+        require_space(out)
         result = run.measure(say)
     return write_result(out, result), result
 

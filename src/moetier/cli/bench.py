@@ -109,10 +109,10 @@ def machine(
     wanted()
     import yaml
 
-    from moetier.bench.documents import MachineFile
+    from moetier.bench.documents import MachineFile, checked_id
     from moetier.bench.provenance import machine_here
 
-    document = MachineFile.model_validate(machine_here(name, summary))
+    document = MachineFile.model_validate(machine_here(checked_id(name), summary))
     path = root / "machines" / f"{name}.yaml"
     path.parent.mkdir(exist_ok=True)
     if path.exists():
