@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,14 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from moetier import machine
+from moetier.cli.explain import explain as explanation
 from moetier.cli.store import progress_bar
 from moetier.doctor.facts import CPU, Answer
 from moetier.doctor.probe.gpu import probe_gpus
 from moetier.doctor.support import devices_of, require
-from moetier.errors import SettingsError, StoreError
+from moetier.errors import CheckpointError, SettingsError, StoreError
 from moetier.kernels.cpu import ThreadPool
 from moetier.kernels.cpu.isa import choose_isa
 from moetier.layer.fit import ENGINE_BYTES, GIB, records_that_fit
+from moetier.plan.serving import Given, Serving, plan_serving
 from moetier.serve import launcher
 from moetier.serve.command import (
     ServeRequest,
@@ -48,23 +50,28 @@ StoreFolder = Annotated[Path, typer.Option("--store", help="Folder of the model'
 def serve(
     context: typer.Context,
     model: Model,
-    store: StoreFolder,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of the model's expert store (default: MODEL-store beside it).")
+    ] = None,
     build: Annotated[bool, typer.Option("--build-store", help="Build the store first if it is not there.")] = False,
     dram_records: Annotated[
-        str, typer.Option(help="Experts of each layer in DRAM: a number, a share such as 25%, or auto (what fits).")
-    ] = "auto",
+        str | None,
+        typer.Option(help="Experts of each layer in DRAM: a number, a share such as 25%, or auto (default: planned)."),
+    ] = None,
     slots: Annotated[
-        str,
-        typer.Option(help="Experts of each layer in GPU memory: a number, or auto (what fits)."),
-    ] = "0",
+        str | None, typer.Option(help="Experts of each layer in GPU memory: a number, or auto (default: planned).")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; beyond loopback an API key is needed.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     api_key: Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")] = None,
     kv_cache_gib: Annotated[
-        float, typer.Option(min=0.01, max=1e6, help="GiB of KV cache (on a GPU: beside --slots).")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0.01, max=1e6, help="GiB of KV cache, on a GPU beside --slots (default: planned, 1 at least)."
+        ),
+    ] = None,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Time for requests in flight after Ctrl-C.")] = 30,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
@@ -83,28 +90,38 @@ def serve(
     skip_support_check: Annotated[
         bool, typer.Option("--skip-support-check", help="Start although this model is known to fail under this vLLM.")
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Before starting, say what a step is expected to take.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="vLLM's own log goes to the terminal.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print where everything lives as one JSON object on stdout.")
     ] = False,
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API; what follows `--` goes to vLLM."""
-    values: dict[str, Any] = {"store": store, "dram_records": dram_records, "identity_check": identity_check}
-    values |= {"record_trace": record, "slots": int(slots) if slots.isdecimal() else slots}
-    settings = Settings.parse({**values, **_assignments(setting or [])})
+    values: dict[str, Any] = {"store": store or model.resolve().with_name(f"{model.resolve().name}-store")}
+    values |= {"identity_check": identity_check, "record_trace": record}
+    if dram_records is not None:
+        values["dram_records"] = dram_records
+    if slots is not None:
+        values["slots"] = int(slots) if slots.isdecimal() else slots
+    values |= _assignments(setting or [])
+    Settings.parse(values)
+    planned, notes = _plan(model, Given.of(values, tuple(context.args)))
+    settings = Settings.parse({**(planned.settings if planned else {}), **values})
     request = ServeRequest(
         model=model,
         settings=settings,
         host=host,
         port=port,
         api_key=api_key_of(api_key),
-        kv_cache_gib=kv_cache_gib,
+        kv_cache_gib=kv_cache_gib or max(1.0, planned.kv_cache_gib if planned else 0.0),
         drain_seconds=drain_seconds,
         usage_stats=usage_stats,
         log_file=None if verbose else log_file or _state_folder() / f"serve-{port}.log",
-        extra=tuple(context.args),
+        extra=(*context.args, *(planned.arguments(context.args) if planned else ())),
     )
-    start(request, build, skip_support_check, as_json)
+    start(request, build, skip_support_check, as_json, explain, notes=notes)
 
 
 def start(
@@ -112,9 +129,14 @@ def start(
     build: bool = False,
     skip_support_check: bool = False,
     as_json: bool = False,
+    explain: bool = False,
     on_ready: Callable[[], None] | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Check, say what lives where, serve until a signal. on_ready: called once, when the server answers."""
+    """Check, say what lives where, serve until a signal.
+
+    on_ready: called once, when the server answers. notes: lines to say before what lives where.
+    """
     settings, model = request.settings, request.model
     check_reachable_only_with_key(request)
     choose_isa(settings.isa)
@@ -128,7 +150,12 @@ def start(
     opened = _open_store(checkpoint, settings.store, build)
     cpus = machine.allowed_cpus()
     records, report = _place(checkpoint, opened, request, cpus)
+    for line in notes:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     _show(report, as_json)
+    if explain:
+        for line in explanation(request, records, not launcher.runs_on_cpu()):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
     with tempfile.TemporaryDirectory(prefix="moetier-") as folder:
         decided = settings.model_copy(
             update={
@@ -142,6 +169,22 @@ def start(
         )
         served = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus, on_ready)
     console.print("drained, heat saved, bye" if served else "ended before it was ready, bye")
+
+
+def _plan(model: Path, given: Given) -> tuple[Serving | None, tuple[str, ...]]:
+    """The plan for this machine, None where none can be made; and what to say of it.
+
+    Settings of the user that do not fit by the plan's estimate are left to the check of what is really free.
+    """
+    try:
+        planned = plan_serving(model, given, on_gpu=not launcher.runs_on_cpu())
+    except (CheckpointError, SettingsError) as error:
+        if isinstance(error, CheckpointError):
+            Checkpoint.open(model)  # what is wrong with it is said by its own error
+        elif given.nothing:
+            raise
+        return None, (f"no plan: {error}",)
+    return planned, tuple(planned.lines())
 
 
 def _check_new(path: Path | None) -> None:

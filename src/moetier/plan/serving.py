@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,12 @@ class Given:
     arguments: tuple[str, ...] = ()
     """For vLLM."""
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any], arguments: tuple[str, ...]) -> Given:
+        """From settings by name, those that were given."""
+        records, slots = values.get("dram_records"), values.get("slots")
+        return cls(None if records is None else str(records), None if slots is None else str(slots), arguments)
+
     @property
     def nothing(self) -> bool:
         return self.dram_records is None and self.slots is None
@@ -58,6 +64,20 @@ class Serving:
         """What the planned context and streams need."""
         placement = self.plan.placement
         return (placement.device or placement.host)["KV cache"] / GIB
+
+    def lines(self) -> Iterator[str]:
+        """What is started, how fast that should be, and what the user's own settings change."""
+        placement, (rate, low, high) = self.plan.placement, self.plan.metrics["decode_tok_s"]
+        experts = self.plan.question.geometry.experts
+        where = f"{placement.dram_records} of {experts} experts of each layer in DRAM"
+        if self.plan.hardware.gpus:
+            where += f", {placement.slots} in GPU memory"
+        yield (
+            f"plan: {where}, {placement.wanted.context:,} tokens of context; about {report.number(rate)} tokens/s "
+            f"({report.number(low)} to {report.number(high)}, workload {self.plan.case.workload.name})"
+        )
+        if self.changes:
+            yield "your settings change: " + "; ".join(self.changes)
 
     def arguments(self, given: Sequence[str]) -> tuple[str, ...]:
         """Those for vLLM that the plan adds to the user's own."""
