@@ -13,7 +13,7 @@ from moetier import machine as limits
 from moetier.doctor.examine import facts
 from moetier.doctor.facts import CoreKind, IoUring, NumaNode
 from moetier.doctor.probe import disk as disk_probe
-from moetier.doctor.probe.cpu import probe_cpu, probe_numa
+from moetier.doctor.probe.cpu import numa_refusal, probe_cpu, probe_numa
 from moetier.doctor.probe.disk import probe_disk, probe_io_uring
 from moetier.doctor.probe.files import cpu_list
 from moetier.doctor.probe.gpu import bus_facts, unusable_gpus, visible_devices
@@ -103,6 +103,15 @@ def test_numa_nodes(tmp_path: Path) -> None:
         NumaNode(node=0, cpus=(2, 3), memory_bytes=MIB),
         NumaNode(node=10, cpus=(), memory_bytes=2 * MIB),
     )
+
+
+def test_a_kernel_that_refuses_to_interleave(tmp_path: Path) -> None:
+    bare(tmp_path)
+    for node, cpus in ((900, "0-1"), (901, "2-3")):  # which this machine has not
+        write(tmp_path, {f"sys/devices/system/node/node{node}/cpulist": cpus})
+    refused = numa_refusal(probe_cpu(tmp_path), tmp_path)
+    assert refused is not None
+    assert "mbind" in refused
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from moetier.doctor.facts import Finding, Machine, Support, Verdict, hardware_id
 from moetier.doctor.judge import findings
 from moetier.doctor.judge_rates import is_busy, judge_rates
 from moetier.doctor.measure import measure
-from moetier.doctor.probe.cpu import probe_cpu, probe_numa
+from moetier.doctor.probe.cpu import numa_refusal, probe_cpu, probe_numa
 from moetier.doctor.probe.disk import probe_disk
 from moetier.doctor.probe.gpu import probe_gpus, unusable_gpus
 from moetier.doctor.probe.memory import probe_memory
@@ -30,6 +30,7 @@ def facts(folder: Path | None = None, root: Path = machine.ROOT) -> Machine:
         identity=hardware_identity(cpu, memory, gpus),
         cpu=cpu,
         numa=probe_numa(cpu.allowed, root),
+        numa_refused=numa_refusal(cpu, root),
         memory=memory,
         gpus=gpus,
         unusable_gpus=unusable_gpus(len(gpus), root),

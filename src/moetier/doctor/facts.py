@@ -245,6 +245,8 @@ class Machine(Fact):
     """`hardware_identity` of the parts, or "described"."""
     cpu: Cpu
     numa: tuple[NumaNode, ...] = ()
+    numa_refused: str | None = None
+    """Why records cannot be interleaved over the nodes; None: they can, or there is one node."""
     memory: Memory
     gpus: tuple[Gpu, ...] = ()
     unusable_gpus: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetier.doctor.facts import Cpu, Disk, Finding, Gpu, IoUring, Machine, Memory, NumaNode, Verdict
+from moetier.doctor.facts import Cpu, Disk, Finding, Gpu, IoUring, Machine, Memory, Verdict
 from moetier.layer.fit import ENGINE_BYTES
 
 GIB = 2**30
@@ -17,6 +17,7 @@ NARROW_LINK = 12e9
 """Bytes a second below which a link is called slow: PCIe 4 x8 or 3 x16 have 15.8e9."""
 IN_MEMORY = ("tmpfs", "ramfs")
 OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "glusterfs", "fuse.sshfs")
+LOCKED = "only device slots lock any, through the driver: raise it (ulimit -l, --ulimit memlock=-1) if that is refused"
 MUCH_IN_USE = 0.5
 """Share of the limit that others may hold before it is said."""
 
@@ -25,7 +26,7 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
     """Every subject gets at least one finding."""
     return (
         *_cpu(machine.cpu),
-        *_numa(machine.numa, machine.cpu),
+        *_numa(machine),
         *_memory(machine.memory),
         *_gpus(machine),
         *(_disk(machine.disk) if machine.disk else ()),
@@ -68,19 +69,22 @@ def _json(cpus: tuple[int, ...]) -> str:
     return "[" + ",".join(str(cpu) for cpu in cpus) + "]"
 
 
-def _numa(nodes: tuple[NumaNode, ...], cpu: Cpu) -> Iterator[Finding]:
+def _numa(machine: Machine) -> Iterator[Finding]:
+    nodes = machine.numa
     ours = [node.node for node in nodes if node.cpus]
     far = [node.node for node in nodes if not node.cpus and node.memory_bytes]
     if not nodes:
         yield Finding(about="numa", verdict=FINE, text="the kernel tells nothing of NUMA nodes: taken as one")
         return
-    if len(ours) > 1:
+    if len(ours) > 1 and machine.numa_refused:
         yield Finding(
             about="numa",
             verdict=SLOW,
-            text=f"{len(cpu.allowed)} CPUs on {len(ours)} nodes: memory that one thread touches first lies on one node",
-            remedy="spread it: numactl --interleave=all moetier serve ...",
+            text=f"CPUs on {len(ours)} nodes, and records cannot be interleaved over them ({machine.numa_refused})",
+            remedy="start the container with --cap-add SYS_NICE, or all of it under numactl --interleave=all",
         )
+    elif len(ours) > 1:
+        yield Finding(about="numa", verdict=FINE, text=f"CPUs on {len(ours)} nodes; records are interleaved over them")
     if far:
         yield Finding(
             about="numa",
@@ -117,7 +121,7 @@ def _memory(memory: Memory) -> Iterator[Finding]:
         yield Finding(about="memory", verdict=FINE, text=sizes)
     yield _huge_pages(memory)
     limit = "no limit" if memory.memlock_bytes is None else f"up to {memory.memlock_bytes / 2**20:.0f} MiB"
-    yield Finding(about="memlock", verdict=FINE, text=f"{limit}; moetier locks no memory, and CUDA's does not count")
+    yield Finding(about="memlock", verdict=FINE, text=f"{limit}; {LOCKED}")
 
 
 def _huge_pages(memory: Memory) -> Finding:

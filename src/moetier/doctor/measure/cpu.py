@@ -11,6 +11,7 @@ from moetier.bench.kernel import bench_kernel, parse_shape
 from moetier.doctor.facts import Cpu, DramRate, KernelRate
 from moetier.errors import SettingsError
 from moetier.kernels.cpu import ThreadPool, read_bandwidth
+from moetier.residency.pages import map_touched
 
 READ_BYTES = 1 << 30
 """Read at a time: beyond every last-level cache but those of the largest servers."""
@@ -31,14 +32,14 @@ def thread_counts(cpu: Cpu) -> tuple[int, ...]:
 
 
 def measure_dram(cpu: Cpu) -> tuple[DramRate, ...]:
-    """Median of several reads of one array, which each team of threads has touched before."""
+    """Median of several reads of memory that lies as records do: on the same pages and NUMA nodes."""
     size = min(READ_BYTES, int(machine.memory().available * MEMORY_SHARE))
     if size < LEAST_READ_BYTES:
         raise SettingsError(
             f"expected {LEAST_READ_BYTES >> 20} MiB of memory to measure with, found {size >> 20} MiB (a quarter of "
             "what is available); stop other processes"
         )
-    memory = np.ones(size, np.uint8)
+    memory = np.frombuffer(map_touched(size), np.uint8)[:size]
     rates = []
     for count in thread_counts(cpu):
         pool = ThreadPool(count, cpu.allowed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import platform
 from pathlib import Path
 
-from moetier import machine
+from moetier import machine, numa
 from moetier.doctor.facts import CoreKind, Cpu, NumaNode
 from moetier.doctor.probe.files import cpu_list, distinct_groups, fields, number, text
 from moetier.kernels.cpu.isa import available_isas
@@ -45,6 +47,19 @@ def probe_numa(allowed: tuple[int, ...], root: Path = machine.ROOT) -> tuple[Num
         if total or cpus:
             nodes.append(NumaNode(node=int(folder.name.removeprefix("node")), cpus=cpus, memory_bytes=total))
     return tuple(sorted(nodes, key=lambda node: node.node))
+
+
+def numa_refusal(cpu: Cpu, root: Path = machine.ROOT) -> str | None:
+    """Try to interleave a few pages over the nodes of our CPUs; None where that works, or where there is one node."""
+    over = numa.nodes(cpu.allowed, root)
+    if len(over) < 2:
+        return None
+    with mmap.mmap(-1, 16 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        first = ctypes.c_char.from_buffer(memory)
+        try:
+            return numa.interleave(ctypes.addressof(first), len(memory), over)
+        finally:
+            del first  # the mapping cannot be closed while something points into it
 
 
 def _siblings(root: Path, cpu: int) -> tuple[int, ...]:
