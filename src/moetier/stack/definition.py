@@ -223,9 +223,10 @@ def _fields(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str
         if isinstance(here, type) and issubclass(here, BaseModel):
             field = here.model_fields.get(str(part))
             here = field.annotation if field else None
-        inner = [a for a in getattr(here, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)]
-        if inner:
-            here = inner[0]
+        else:  # a key of a dict, or an index of a tuple
+            here = next(
+                (a for a in getattr(here, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)), None
+            )
     return list(here.model_fields) if isinstance(here, type) and issubclass(here, BaseModel) else []
 
 

@@ -187,30 +187,63 @@ def _apply_to_file(
             raise StackError(f"carry {patch.id}: {path} is not in {tree}; see `stack status`, then `stack rebase`")
     if len(parts) > 1 and any(file.kind != "modify" for _, file in parts):
         raise StackError(f"carries {' and '.join(p.id for p, _ in parts)} create or delete {path}; make them one carry")
-    problems = Problems()
     lines = lines_of(content or b"", f"{tree}: {path}")
-    hunks = sorted(((hunk, patch.id) for patch, file in parts for hunk in file.hunks), key=lambda pair: pair[0].start)
-    end, before = 0, ""
-    for hunk, carry in hunks:
-        start = max(hunk.start - 1, 0)
-        if tuple(lines[start : start + len(hunk.source)]) != hunk.source:
-            problems.add(
-                f"carry {carry}: {hunk.label} does not stand there in {tree}, and carries are applied without fuzz; "
-                f"see `stack status`, then `stack rebase {carry}`"
-            )
-        elif before and start < end:
-            who = f"carries {before} and {carry}" if before != carry else f"carry {carry} twice"
-            problems.add(f"{path}: {who} at lines {start + 1} to {end} of {tree}; make them one carry")
-        end, before = start + len(hunk.source), carry
-    problems.raise_any()
-    for hunk, _ in reversed(hunks):
-        start = max(hunk.start - 1, 0)
-        lines[start : start + len(hunk.source)] = hunk.target
+    edits = _edits(path, parts, lines, tree)
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
+        lines[edit.start : edit.end] = edit.lines
     if parts[0][1].kind == "delete":
         if lines:
             raise StackError(f"carry {parts[0][0].id}: it deletes {path}, of which lines would be left in {tree}")
         return None
     return "".join(lines).encode()
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """Lines from `start` up to `end` (0-based) become `lines`; its hunk, with context, is from `low` up to `high`."""
+
+    carry: str
+    start: int
+    end: int
+    lines: tuple[str, ...]
+    low: int
+    high: int
+
+    def disturbs(self, other: _Edit) -> bool:
+        """Whether it changes lines that the other one's hunk stands on, or inserts where the other one does."""
+        if self.start == self.end:
+            same = other.start == other.end == self.start
+            return same or other.low < self.start < other.high
+        return self.start < other.high and self.end > other.low
+
+
+def _edits(path: str, parts: Sequence[tuple[Patch, FilePatch]], lines: Sequence[str], tree: str) -> list[_Edit]:
+    """Changed runs of a file's hunks; CollectedError if one does not stand there, or two are in each other's way."""
+    problems = Problems()
+    edits: list[_Edit] = []
+    for patch, file in parts:
+        for hunk in file.hunks:
+            low = max(hunk.start - 1, 0)
+            high = low + len(hunk.source)
+            if tuple(lines[low:high]) != hunk.source:
+                problems.add(
+                    f"carry {patch.id}: {hunk.label} does not stand there in {tree}, and carries are applied without "
+                    f"fuzz; see `stack status`, then `stack rebase {patch.id}`"
+                )
+            new = [_Edit(patch.id, low + a, low + b, hunk.target[c:d], low, high) for a, b, c, d in hunk.groups]
+            for edit, other in [
+                (edit, other) for edit in new for other in edits if other.low != low or other.carry != patch.id
+            ]:
+                if edit.disturbs(other) or other.disturbs(edit):
+                    who = (
+                        f"carries {other.carry} and {edit.carry}"
+                        if other.carry != patch.id
+                        else f"carry {patch.id} twice"
+                    )
+                    problems.add(f"{path}: {who} at line {edit.start + 1} of {tree}; make them one carry")
+            edits += new
+    problems.raise_any()
+    return edits
 
 
 def scope_problems(patch: Patch, scope: str, package: str, from_source: bool) -> list[str]:

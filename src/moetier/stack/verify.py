@@ -120,7 +120,6 @@ def _check_profile(
         found = source.replaced(changed).hash()
         _check_tree(f"profile {name}: the patched source", found, pinned.source_tree, problems)
         _git_agrees(space, name, source, problems)
-        _check_compiles(name, changed, problems)
     with problems.collecting():
         changed = space.patched_wheel(name, wheel)
         found = wheel.replaced(changed).hash()
@@ -128,6 +127,8 @@ def _check_profile(
         for file in changed:
             if source.digests.get(file) != wheel.digests.get(file):
                 problems.add(f"profile {name}: {file} differs between {source.name} and {wheel.name}; not one version")
+        if not _check_compiles(name, changed, problems):
+            return []
         return _check_imports(name, path, changed, pinned, problems)
     return []
 
@@ -172,13 +173,17 @@ def _git_agrees(space: Workspace, profile: str, source: Tree, problems: Problems
             problems.add(f"carry {patch.id}: git does not apply it: {objection}")
 
 
-def _check_compiles(name: str, changed: Mapping[str, bytes | None], problems: Problems) -> None:
+def _check_compiles(name: str, changed: Mapping[str, bytes | None], problems: Problems) -> bool:
+    """Whether every patched Python file compiles."""
+    fine = True
     for path, content in changed.items():
         if path.endswith(".py") and content is not None:
             try:
                 compile(content, path, "exec", dont_inherit=True)
             except (SyntaxError, ValueError) as error:
                 problems.add(f"profile {name}: {path} does not compile once patched: {error}")
+                fine = False
+    return fine
 
 
 def _check_imports(
