@@ -51,8 +51,15 @@ def test_kv_formats_are_an_axis(kv_format):
     assert p.device["KV cache"] == pytest.approx(1048576 * per_token, rel=0.01)
 
 
-def test_three_devices_work_as_two():
-    assert place(V41, hardware_of(describe("3x32GB", "256GB")), Wanted(context=32768)).ranks == 2
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (16, 8)])
+def test_devices_work_as_a_power_of_two_that_cuts_records_in_whole_blocks(gpus, ranks):
+    assert place(V41, hardware_of(describe(f"{gpus}x32GB", "256GB")), Wanted(context=32768)).ranks == ranks
+
+
+def test_more_ranks_than_heads_keep_copies_of_the_cache():
+    four, eight = (hardware_of(describe(f"{n}x96GB", "512GB")) for n in (4, 8))
+    asked = Wanted(context=131072)
+    assert place(QWEN, four, asked).device["KV cache"] == place(QWEN, eight, asked).device["KV cache"]
 
 
 def test_without_a_device_all_lies_in_the_host():

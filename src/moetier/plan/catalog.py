@@ -36,7 +36,7 @@ def find(model: str, kv_bytes_per_token: float | None = None) -> Geometry:
     if model in names():
         return bundled(model)
     path = Path(model)
-    if path.is_dir():
+    if model and path.is_dir():
         return read_folder(path, kv_bytes_per_token)
     if path.is_file() and path.suffix == ".json":
         return parse_geometry(read_small(path, LARGEST), str(path))

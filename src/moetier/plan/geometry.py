@@ -76,8 +76,8 @@ class KvLayout(Facts):
 
     formats: dict[str, KvFormat]
     default: str
-    replicated: bool
-    """True: each rank keeps all of it (one latent head); False: heads are divided among the ranks."""
+    heads: Positive
+    """KV heads: so many ranks divide it, and more of them keep copies. 1: each keeps all (latent heads)."""
     sparse: bool = False
     """True: a step reads a bounded number of entries, and scans only the indexer's."""
     scan_bytes_per_token: Annotated[float, Field(ge=0)] = 0.0

@@ -46,8 +46,8 @@ def stated(bytes_per_token: float) -> KvLayout:
     return KvLayout(
         formats={"stated": KvFormat(bytes_per_token=bytes_per_token)},
         default="stated",
-        replicated=True,
-        assumed="size given by --kv-bytes-per-token; taken as replicated on each rank and read whole",
+        heads=1,
+        assumed="size given by --kv-bytes-per-token; taken as whole on each rank and read whole",
     )
 
 
@@ -89,7 +89,7 @@ def _compressed(config: dict[str, Any], layers: int, rows: dict[str, int], entri
     return KvLayout(
         formats=formats,
         default="fp8_ds_mla",
-        replicated=True,
+        heads=1,
         sparse=True,
         scan_bytes_per_token=scan,
         pair_macs=layers * _int(config, "num_attention_heads") * 2 * width,
@@ -137,7 +137,7 @@ def _latent(config: dict[str, Any], layers: int) -> KvLayout:
     return KvLayout(
         formats=formats,
         default=default,
-        replicated=True,
+        heads=1,
         sparse=bool(scan),
         scan_bytes_per_token=scan,
         pair_macs=layers * heads * (width + _int(config, "v_head_dim", 128)),
@@ -171,7 +171,7 @@ def _heads(config: dict[str, Any], layers: int, known: bool) -> KvLayout:
     return KvLayout(
         formats={"bf16": format_of(2), "fp8": format_of(1)},
         default="bf16",
-        replicated=False,
+        heads=max(kv_heads, 1),
         pair_macs=(layers - linear - sliding) * heads * 2 * width,
         assumed=assumed,
     )

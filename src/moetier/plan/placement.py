@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moetier.errors import SettingsError
+from moetier.formats.geometry import BLOCK
 from moetier.layer.fit import ENGINE_BYTES, GIB, reserve_of
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import Hardware
@@ -79,15 +80,18 @@ class Placement:
         return max(self.slots, self.dram_records + min(self.residents, self.slots))
 
 
-def ranks_of(hardware: Hardware) -> int:
-    """Devices that work as one: a power of two, since records are cut in slices."""
-    return 1 << (hardware.gpus.bit_length() - 1) if hardware.gpus else 1
+def ranks_of(geometry: Geometry, hardware: Hardware) -> int:
+    """Devices that work as one: a power of two, since records are cut in slices of whole blocks."""
+    ranks = 1 << (hardware.gpus.bit_length() - 1) if hardware.gpus else 1
+    while geometry.intermediate % (BLOCK * ranks):
+        ranks //= 2
+    return ranks
 
 
 def place(geometry: Geometry, hardware: Hardware, wanted: Wanted) -> Placement:
     """Put everything somewhere. What does not fit is in `problems`, and `nearest` finds what does."""
     _check(geometry, wanted)
-    ranks, problems = ranks_of(hardware), list[str]()
+    ranks, problems = ranks_of(geometry, hardware), list[str]()
     kv_format = wanted.kv_format or geometry.kv.default
     device = _device(geometry, hardware, wanted, ranks, kv_format) if hardware.gpus else {}
     limit = int(hardware.gpu_bytes * DEVICE_SHARE)
@@ -141,7 +145,7 @@ def kv_bytes(geometry: Geometry, kv_format: str, ranks: int, context: int, strea
     """Of one rank."""
     size = geometry.kv.formats[kv_format]
     whole = streams * (context * size.bytes_per_token + size.bytes_per_sequence)
-    return int(whole if geometry.kv.replicated else whole / ranks)
+    return int(whole / min(ranks, geometry.kv.heads))
 
 
 def _device(g: Geometry, hardware: Hardware, wanted: Wanted, ranks: int, kv_format: str) -> dict[str, int]:

@@ -84,8 +84,7 @@ def _context(case: Case, costs: Costs) -> float:
     rate = costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value
     if g.kv.sparse:
         return depth * g.kv.scan_bytes_per_token / (rate * costs.scan_share.value)
-    ranks = 1 if g.kv.replicated else p.ranks
-    return depth * g.kv.formats[p.kv_format].bytes_per_token / ranks / (rate * costs.kv_share.value)
+    return depth * g.kv.formats[p.kv_format].bytes_per_token / min(p.ranks, g.kv.heads) / (rate * costs.kv_share.value)
 
 
 def decode_rate(case: Case, costs: Costs, streams: int = 1) -> float:

@@ -84,7 +84,7 @@ def _where(plan: Plan) -> Iterator[str]:
     if plan.hardware.gpus:
         each = f"each of {p.ranks} devices" if p.ranks > 1 else "device"
         if p.ranks < plan.hardware.gpus:
-            each += f" ({plan.hardware.gpus - p.ranks} left over: records divide by powers of two)"
+            each += f" ({plan.hardware.gpus - p.ranks} left over: records are cut in powers of two of whole blocks)"
         yield f"{each}: {p.device_bytes / GIB:.1f} of {p.device_limit / GIB:.1f} GiB: " + _listed(p.device)
         yield f"  {p.slots} of {experts} experts of each layer in slots"
     yield f"host: {p.host_bytes / GIB:.0f} of {p.host_limit / GIB:.0f} GiB: " + _listed(p.host)
