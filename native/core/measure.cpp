@@ -32,6 +32,24 @@ double read_rate(ThreadPool &pool, const Kernels &kernels, std::span<const std::
   return static_cast<double>(bytes) / seconds_since(start);
 }
 
+double start_time(ThreadPool &pool, std::chrono::nanoseconds idle) {
+  std::atomic<int> there{0};
+  std::atomic<Clock::rep> last{0};
+  auto meet = [&](int) {
+    const Clock::rep now = Clock::now().time_since_epoch().count();
+    for (Clock::rep seen = last.load(); seen < now && !last.compare_exchange_weak(seen, now);) {
+    }
+    there.fetch_add(1);
+    spin_until([&] { return there.load() % pool.threads() == 0; }); // nobody leaves before all are in
+  };
+  pool.run(meet);
+  const Clock::time_point end = Clock::now();
+  while (Clock::now() - end < idle) relax();
+  const Clock::rep start = Clock::now().time_since_epoch().count();
+  pool.run(meet);
+  return std::chrono::duration<double>(Clock::duration(last.load() - start)).count();
+}
+
 double multiply_rate(ThreadPool &pool, const Kernels &kernels) {
   const std::size_t pieces = kPiecesPerThread * static_cast<std::size_t>(pool.threads());
   std::atomic<std::size_t> next{0};

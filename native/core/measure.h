@@ -1,6 +1,7 @@
 // The machine's limits, measured with the same threads and instructions as the kernels.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <span>
 
@@ -14,5 +15,8 @@ double read_rate(ThreadPool &pool, const Kernels &kernels, std::span<const std::
 
 // Integer operations (a multiply and an add are two) a second of all threads at once, without memory.
 double multiply_rate(ThreadPool &pool, const Kernels &kernels);
+
+// Seconds from a call of the pool until the last of its threads is at work, `idle` after the call before.
+double start_time(ThreadPool &pool, std::chrono::nanoseconds idle);
 
 } // namespace moetier

@@ -123,6 +123,15 @@ NB_MODULE(_native, module) {
       },
       nb::arg("pool"), nb::arg("isa"));
 
+  module.def(
+      "start_time",
+      [](moetier::ThreadPool &pool, double idle) {
+        const std::chrono::nanoseconds time(static_cast<std::int64_t>(idle * 1e9));
+        nb::gil_scoped_release unlocked;
+        return moetier::start_time(pool, time);
+      },
+      nb::arg("pool"), nb::arg("idle"));
+
   nb::class_<BoundExperts>(module, "Experts")
       .def(
           "__init__",

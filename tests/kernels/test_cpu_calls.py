@@ -15,7 +15,7 @@ import pytest
 
 from moetier.errors import SettingsError, StoreError
 from moetier.formats import Family, LayerGeometry
-from moetier.kernels.cpu import ISA_VARIABLE, CpuExperts, ThreadPool, available_isas
+from moetier.kernels.cpu import ISA_VARIABLE, CpuExperts, ThreadPool, available_isas, start_time
 from moetier.machine import allowed_cpus, default_threads
 
 from .support import assert_same_bits, expected, make_inputs, make_layer, run_forward
@@ -302,6 +302,16 @@ def worker_cpu_seconds():
     mine = str(threading.get_native_id())
     tasks = (task for task in Path("/proc/self/task").iterdir() if task.name != mine)
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("idle", [0.0, 0.001], ids=["spinning", "asleep"])
+def test_start_time_waits_for_every_thread(threads, idle):
+    pool = ThreadPool(threads)
+    assert all(0 <= start_time(pool, idle) < 60 for _ in range(20))
+    with pytest.raises(ValueError, match="0 to 60 seconds"):
+        start_time(pool, -1.0)
+    pool.close()
 
 
 def test_a_closed_pool(layer, step):
