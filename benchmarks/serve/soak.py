@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import signal
 import socket
@@ -71,7 +72,7 @@ def start(folder: Path, dram_records: str) -> tuple[subprocess.Popen[bytes], int
     command += ["--store", str(folder / "store"), "--build-store", "--dram-records", dram_records, "--port", str(port)]
     command += ["--log-file", str(folder / "log"), "--kv-cache-gib", "0.25", "--set", "check_at_end=true"]
     command += ["--", *PARSERS]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env={**os.environ, "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"})
     while process.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
@@ -86,7 +87,8 @@ def soak(process: subprocess.Popen[bytes], port: int, seconds: float, clients: i
     server = Server(f"http://127.0.0.1:{port}/v1", "nano-mxfp4", None, 256)
     items: list[Item] = [item for task in TASKS for item in load_set(ROOT / "models" / "eval" / f"{task}.jsonl")]
     end = time.monotonic() + seconds
-    right, wrong, latencies, errors = [0], [0], [], []
+    scores: dict[str, list[bool]] = {task: [] for task in TASKS}
+    latencies, errors = [], []
     lock = threading.Lock()
 
     def asking(connected: OpenAI, number: int) -> None:
@@ -100,7 +102,7 @@ def soak(process: subprocess.Popen[bytes], port: int, seconds: float, clients: i
                     errors.append(repr(error)[:200])
                 continue
             with lock:
-                (right if result.correct else wrong)[0] += 1
+                scores[result.task].append(bool(result.correct))
                 latencies.append(time.monotonic() - begun)
             position += 1
 
@@ -115,7 +117,7 @@ def soak(process: subprocess.Popen[bytes], port: int, seconds: float, clients: i
         "requests": len(latencies),
         "errors": len(errors),
         "first_errors": errors[:3],
-        "share_right": round(right[0] / max(1, right[0] + wrong[0]), 4),
+        "share_right": {task: round(sum(found) / len(found), 4) for task, found in scores.items() if found},
         "median_latency_s": round(statistics.median(latencies), 3) if latencies else None,
         "rss_mib_after_a_minute": samples[min(len(samples) - 1, 6)] if samples else None,
         "rss_mib_at_end": samples[-1] if samples else None,
