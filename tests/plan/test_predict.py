@@ -1,14 +1,17 @@
 """Prediction: more of anything that helps never hurts, bands hold their value, and parts add up."""
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from moetier.bench.samples import figure
 from moetier.doctor.facts import DiskRate, GpuRate, KernelRate, Rates
 from moetier.errors import SettingsError
 from moetier.plan import catalog
+from moetier.plan.calibration import read_measured
 from moetier.plan.costs import costs_of, engine_named
 from moetier.plan.describe import describe
 from moetier.plan.hardware import MEASURED, hardware_of
@@ -180,3 +183,24 @@ def test_traces_that_tell_nothing_are_refused(case, tmp_path):
         write_trace(path, TraceHeader(2, 16, 2, "0" * 64), routed(np.random.default_rng(0), 50, case == "only prompts"))
     with pytest.raises(SettingsError):
         of(str(path), V41 if case == "other model" else small_geometry())
+
+
+def test_a_benchmarks_result_is_read_by_its_cells(tmp_path):
+    cells = [figure("decode.C1", "tok/s", "higher", [80, 84, 90]), figure("decode.C8", "tok/s", "higher", [300.0])]
+    cells += [figure("ttft.2048", "s", "lower", [1.1]), figure("ttft.65536", "s", "lower", [], "too long")]
+    result = {"format": 1, "boot": [figure("boot.start", "s", "lower", [95.0]).model_dump()]}
+    result["sections"] = [{"probe": {}, "cells": [cell.model_dump() for cell in cells]}]
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result))
+    alone = {"start_s": 95.0, "decode_tok_s": 84.0, "ttft_2048_s": 1.1}
+    assert read_measured(path) == alone
+    assert read_measured(path, 8) == alone | {"decode_streams_tok_s": 300.0}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1]", "{}", '{"decode_tok_s": -1}', '{"decode_tok_s": true}', '{"sections": 3}']
+)
+def test_results_that_tell_nothing_are_refused(content, tmp_path):
+    (tmp_path / "r.json").write_text(content)
+    with pytest.raises(SettingsError, match="expected"):
+        read_measured(tmp_path / "r.json")

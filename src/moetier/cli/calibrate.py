@@ -46,7 +46,7 @@ from moetier.plan.workload import DEFAULT
 def calibrate(
     model: Model,
     results: Annotated[
-        Path | None, typer.Option(help="JSON of metrics: decode_tok_s, ttft_2k_s, ... as numbers or with a median.")
+        Path | None, typer.Option(help='A result of `moetier bench run`, or JSON such as {"decode_tok_s": 84}.')
     ] = None,
     measured: Annotated[
         list[str] | None,
@@ -81,7 +81,7 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the corrections as JSON on stdout.")] = False,
 ) -> None:
     """Compare a prediction with what was measured under the same settings, and correct this machine's costs."""
-    values = _values(results, measured or [])
+    values = _values(results, measured or [], streams)
     geometry = catalog.find(model, kv_bytes_per_token)
     found = machine_of(MachineWords(machine, gpus, ram, disk, memory, pcie, gpu_rate, threads))
     hardware = hardware_of(found, geometry.record)
@@ -130,8 +130,8 @@ def _kept(identity: str, engine: str) -> Path:
     return calibration.calibration_file(identity, engine)
 
 
-def _values(results: Path | None, pairs: list[str]) -> dict[str, float]:
-    values = calibration.read_measured(results) if results else {}
+def _values(results: Path | None, pairs: list[str], streams: int) -> dict[str, float]:
+    values = calibration.read_measured(results, streams) if results else {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         try:

@@ -11,9 +11,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -24,6 +25,7 @@ from moetier.plan.predict import Case, metrics, ttft
 from moetier.store.files import read_small, write_durably
 
 LARGEST = 1 << 20
+LARGEST_RESULT = 256 << 20
 FARTHEST = 16.0
 """A cost that must be so many times another says that something else is wrong."""
 MEASURED_SPREAD = 0.05
@@ -207,23 +209,44 @@ def save(calibration: Calibration, path: Path) -> None:
         ) from error
 
 
-def read_measured(path: Path) -> dict[str, float]:
-    """Metrics of a JSON file: {"decode_tok_s": 114, ...}, or each as an object with value or median."""
-    raw = read_small(path, LARGEST)
+def read_measured(path: Path, streams: int = 1) -> dict[str, float]:
+    """Metrics of a result of `moetier bench run`, or of a plain object {"decode_tok_s": 114, ...}.
+
+    streams: the level whose decode rate is that of all streams.
+    """
+    raw = read_small(path, LARGEST_RESULT)
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: expected JSON, found {error}") from None
     if not isinstance(content, dict):
         raise SettingsError(f"{path}: expected an object of metrics, found {type(content).__name__}")
-    found = {}
-    for name, value in content.items():
-        if not isinstance(name, str) or not (name.endswith("_tok_s") or _TTFT.fullmatch(name) or name == "start_s"):
-            continue
-        number = value.get("median", value.get("value")) if isinstance(value, dict) else value
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e12:
-            raise SettingsError(f"{path}: expected a positive number for {name}, found {value!r}")
-        found[name] = float(number)
+    named = dict(_of_cells(content, streams)) if "sections" in content else content
+    found: dict[str, float] = {}
+    for name, value in named.items():
+        if name.endswith("_tok_s") or _TTFT.fullmatch(name) or name == "start_s":
+            number = value.get("median", value.get("value")) if isinstance(value, dict) else value
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e12:
+                raise SettingsError(f"{path}: expected a positive number for {name}, found {reprlib.repr(value)}")
+            found[name] = float(number)
     if not found:
         raise SettingsError(f"{path}: expected metrics such as decode_tok_s or ttft_2k_s, found none")
     return found
+
+
+def _of_cells(result: dict[str, Any], streams: int) -> Iterator[tuple[str, float]]:
+    """The cells of a benchmark's result that are predicted, those without a value left out."""
+    names = {"decode.C1": "decode_tok_s", "boot.start": "start_s"}
+    if streams > 1:
+        names[f"decode.C{streams}"] = "decode_streams_tok_s"
+    sections = result["sections"] if isinstance(result["sections"], list) else []
+    lists = [result.get("boot"), *(section.get("cells") for section in sections if isinstance(section, dict))]
+    for cell in (cell for cells in lists if isinstance(cells, list) for cell in cells):
+        if not isinstance(cell, dict) or cell.get("value") is None:
+            continue
+        name = str(cell.get("name"))
+        length = name.removeprefix("ttft.")
+        if name in names:
+            yield names[name], cell["value"]
+        elif name.startswith("ttft.") and length.isdecimal() and len(length) <= 7:
+            yield f"ttft_{length}_s", cell["value"]
