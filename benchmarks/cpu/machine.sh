@@ -23,3 +23,4 @@ else
   echo "without pytest and hypothesis: golden vectors not compared" | tee "$results/pytest.txt"
 fi
 python3 benchmarks/cpu/amx.py --json "$results/amx.json"
+python3 benchmarks/cpu/latency.py --json "$results/latency.json"
