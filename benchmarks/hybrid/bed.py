@@ -23,7 +23,7 @@ from moetier.residency.registered import Registered
 
 PATTERNS = 16
 """Different records; layers repeat them in an order of their own."""
-STAGING, TOKENS, PATIENCE = 16, 64, 20.0
+STAGING, TOKENS, PATIENCE = 32, 64, 20.0
 
 
 @dataclass(frozen=True)

@@ -169,10 +169,10 @@ def one_miss(bed: Bed, full: Hybrid, rates: Rates) -> list[dict[str, Any]]:
         cpu_us = (hybrid.mailbox.counts()[1] - cpu_before) / (len(these) + 1) / layers / 1e3
         hybrid_us, resident_us = (statistics.median(column) for column in zip(*both, strict=True))
         row = {"what": f"M=1, {name}", "us": hybrid_us, "resident_us": resident_us, "more_us": hybrid_us - resident_us}
-        row["cpu_us"] = cpu_us
+        row["cpu_mean_us"] = cpu_us
         if name != "no miss":
             misses = 1 if name == "one miss" else 2
-            row["limit_us"] = misses * 1.25 * bed.layout.stride / rates.dram * 1e6 + 12
+            row["limit_us"] = 1.25 * misses * bed.layout.stride / rates.dram * 1e6 + 12
         rows.append(row)
     hybrid.close()
     return rows

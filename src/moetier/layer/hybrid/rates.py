@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter_ns
 
 import numpy as np
@@ -13,8 +14,9 @@ from numpy.typing import NDArray
 from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
 from moetier.kernels.gpu.hybrid import ALL_CPU, Costs
 
-ROUNDS, EXPERTS, PAIRS = 7, 8, 32
-"""Calls a figure is the median of; experts of a call of many, and pairs of each in a call that computes much."""
+WARM, ROUNDS, EXPERTS, PAIRS = 3, 9, 8, 32
+"""Calls before the measured ones, which wake the threads; calls that a figure is the median of; experts of a call of
+many, and pairs of each in a call that computes much."""
 READ_BYTES = 1 << 30
 
 
@@ -47,8 +49,11 @@ def measure_costs(
     rng = np.random.default_rng(0)
 
     def cpu_ns(experts: int, pairs: int) -> float:
-        call = _call(kernel, experts, pairs)
-        return statistics.median(_timed(lambda: call(rng.choice(addresses, experts))) for _ in range(ROUNDS))
+        call, tables = _call(kernel, experts, pairs), []
+        for _ in range(WARM + ROUNDS):
+            tables.append(np.zeros(kernel.geometry.experts, np.uint64))
+            tables[-1][:experts] = rng.choice(addresses, experts)
+        return statistics.median([_timed(partial(call, table)) for table in tables][WARM:])
 
     one, many, busy = cpu_ns(1, 1), cpu_ns(EXPERTS, 1), cpu_ns(EXPERTS, PAIRS)
     expert = max((many - one) / (EXPERTS - 1), 1.0)
@@ -69,7 +74,7 @@ def _timed(run: Callable[[], object]) -> int:
 
 
 def _call(kernel: CpuExperts, experts: int, pairs: int) -> Callable[[NDArray[np.uint64]], object]:
-    """A call of that many experts with so many pairs each, given where their records lie."""
+    """A call of that many experts, numbered from 0, with so many pairs each, given where their records lie."""
     g = kernel.geometry
     width = min(g.top_k, experts)
     tokens = min(-(-experts * pairs // width), kernel.max_tokens)
@@ -78,12 +83,7 @@ def _call(kernel: CpuExperts, experts: int, pairs: int) -> Callable[[NDArray[np.
     x = np.random.default_rng(1).integers(0x3C00, 0x3F80, (tokens, g.hidden), np.uint16)
     weights, rows = np.ones((tokens, g.top_k), np.float32), np.empty((tokens, g.top_k, g.hidden), np.float32)
 
-    def call(where: NDArray[np.uint64]) -> object:
-        table = np.zeros(g.experts, np.uint64)
-        table[:experts] = where
-        return kernel.rows(x, ids, weights, table, rows)
-
-    return call
+    return lambda table: kernel.rows(x, ids, weights, table, rows)
 
 
 def _copy_ns(records: Sequence[torch.Tensor], room: torch.Tensor) -> float:

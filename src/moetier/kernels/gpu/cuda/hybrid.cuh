@@ -85,34 +85,47 @@ __device__ __forceinline__ void tally(u64 *counts, Count count, u64 n) { atomicA
 __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool streams) {
   __shared__ int count[EXPERTS], missed[EXPERTS], key[EXPERTS], sorted[EXPERTS];
   __shared__ float cost[EXPERTS];
-  __shared__ int misses, hits, streamable, cpu_pairs;
+  __shared__ u32 routed[(EXPERTS + 31) / 32];
+  __shared__ int misses, streamable, cpu_pairs;
   __shared__ u64 best;
   __shared__ u8 needed[BOX_TOKENS];
   const int thread = threadIdx.x, live = min(call.pairs, *call.live * TOP_K);
-  for (int e = thread; e < EXPERTS; e += STEP_THREADS) count[e] = 0;
-  if (thread == 0) misses = 0, hits = 0, streamable = 0, cpu_pairs = 0, best = ~0ull;
+  if (thread < (EXPERTS + 31) / 32) routed[thread] = 0;
   __syncthreads();
+  bool miss = false;
   for (int p = thread; p < call.pairs; p += STEP_THREADS) {
     int id = p < live ? call.ids[p] : -1;
     if (id >= EXPERTS) id = -1;
     call.step_ids[p] = id;
-    if (id >= 0) atomicAdd(&count[id], 1);
+    if (id < 0) continue;
+    int slot = call.slot_table[id];
+    step.table[id] = slot;
+    miss |= slot < 0;
+    atomicOr(&routed[id / 32], 1u << id % 32);
+    atomicAdd(call.heat + id, 1u);
   }
+  if (!__syncthreads_or(miss)) {  // the common case, as short as it can be
+    if (thread < (EXPERTS + 31) / 32) tally(call.counts, HITS, __popc(routed[thread]));
+    if (thread == 0) step.pending = 0, tally(call.counts, CALLS, 1);
+    return;
+  }
+  for (int e = thread; e < EXPERTS; e += STEP_THREADS) count[e] = 0;
+  if (thread == 0) misses = 0, streamable = 0, cpu_pairs = 0, best = ~0ull;
+  __syncthreads();
+  for (int p = thread; p < call.pairs; p += STEP_THREADS)
+    if (call.step_ids[p] >= 0) atomicAdd(&count[call.step_ids[p]], 1);
   __syncthreads();
   for (int e = thread; e < EXPERTS; e += STEP_THREADS) {
     if (!count[e]) continue;
-    int slot = call.slot_table[e];
-    step.table[e] = slot;
-    atomicAdd(call.heat + e, u32(count[e]));
-    if (slot < 0)
+    if (step.table[e] < 0)
       missed[atomicAdd(&misses, 1)] = e;
     else
-      atomicAdd(&hits, 1);
+      tally(call.counts, HITS, 1);
   }
   __syncthreads();
   const int n = misses;
   int taken = 0;  // of the missed experts: those that are streamed
-  if (n && streams) {
+  if (streams) {
     const Costs costs = *call.costs;
     for (int i = thread; i < n; i += STEP_THREADS) {
       int e = missed[i];
@@ -146,13 +159,13 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
     __syncthreads();
   }
   if (thread == 0) {
-    if (streams && n) {
+    if (streams) {
       __threadfence();
       *(volatile int *)&step.planned = 1 + taken;
     }
     step.pending = n > taken;
-    tally(call.counts, CALLS, 1), tally(call.counts, HITS, hits);
-    if (n) tally(call.counts, MISSES, n), tally(call.counts, CALLS_MISSED, 1), tally(call.counts, STREAMED, taken);
+    tally(call.counts, CALLS, 1), tally(call.counts, CALLS_MISSED, 1);
+    tally(call.counts, MISSES, n), tally(call.counts, STREAMED, taken);
   }
   if (n == taken) return;
   const int tokens = call.pairs / TOP_K;
