@@ -107,7 +107,7 @@ def place(geometry: Geometry, hardware: Hardware, wanted: Wanted) -> Placement:
     residents = min(wanted.residents, slots)
     host, tables, records = _host(geometry, hardware, wanted, ranks, kv_format, residents, problems)
     disk = {"expert records": geometry.store_bytes}
-    if tables == "disk":
+    if tables == "disk" and geometry.parts.tables:
         disk["tables"] = geometry.parts.tables
     if hardware.disk_bytes is not None and sum(disk.values()) > hardware.disk_bytes:
         problems.append(

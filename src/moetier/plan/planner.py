@@ -17,6 +17,8 @@ from moetier.plan.predict import Case, Draft, band, decode_rate
 
 OVERHEAD_SPREAD = 0.35
 """Of what processes take beside weights, records and KV cache: most of it is assumed or from one machine."""
+TRACED_SPREAD, FOREIGN_SPREAD = 0.04, 0.16
+"""Of a curve's skew: counted in a trace of the traffic itself; taken from another model (twice that of its own)."""
 RECORD_SPREAD = 0.03
 """Of records in DRAM: pages of tables, alignment, pinning."""
 OVERHEADS = ("processes", "rank", "workspace", "staging", "context and graphs", "rows of tables")
@@ -87,8 +89,10 @@ def make_plan(question: Question) -> Plan:
     costs = costs_of(hardware, engine)
     if question.calibration is not None:
         costs = question.calibration.apply(costs)
+    work = workloads.of(question.workload, g)
+    costs = _with_skew(costs, work, g)
     placement = place(g, hardware, question.wanted)
-    case = Case(g, hardware, placement, workloads.of(question.workload, g), question.draft)
+    case = Case(g, hardware, placement, work, question.draft)
     metrics = _sizes(case) | band(case, costs, question.wanted.streams)
     other = None
     if placement.problems and (fitting := nearest(g, hardware, question.wanted)) is not None:
@@ -103,6 +107,15 @@ def make_plan(question: Question) -> Plan:
     named = {name: _other(replace(case, workload=workloads.of(name, g)), costs) for name in workloads.NAMED}
     exchange = exchange_of(case, costs)
     return Plan(question, hardware, engine, costs, case, metrics, support, exchange, formats, named, other)
+
+
+def _with_skew(costs: Costs, work: workloads.Workload, geometry: Geometry) -> Costs:
+    """How sure the workload's curve is: a trace's more, that of another model less."""
+    if work.trace is not None:
+        return costs.scaled({"skew": 1.0}, "counted in a trace", TRACED_SPREAD)
+    if geometry.model_type != workloads.PUBLISHED_FOR:
+        return costs.scaled({"skew": 1.0}, "assumed: another model's curve", FOREIGN_SPREAD)
+    return costs
 
 
 def _other(case: Case, costs: Costs) -> Other:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from moetier.plan.hardware import GIB
 from moetier.plan.planner import Plan
 from moetier.plan.predict import chunk_parts, decode_parts, draft_parts
+from moetier.plan.workload import PUBLISHED_FOR
 
 LABELS = {
     "decode_tok_s": "decode, one stream",
@@ -35,6 +36,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from _where(plan)
     yield ""
     yield f"predicted for the workload {work.name} ({work.source})"
+    if work.trace is None and q.geometry.model_type != PUBLISHED_FOR:
+        yield "  (a curve of another model, assumed for this one: record a trace of yours for better numbers)"
     hit = f"{work.hit_rate(p.slots):.0%} of its experts in slots" if p.slots else "no expert in slots"
     yield f"  {hit}; decode behind {min(work.depth, p.wanted.context):,} tokens; engine {plan.engine.name}"
     for name, label in LABELS.items():

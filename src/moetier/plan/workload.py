@@ -29,7 +29,12 @@ class Named:
     source: str
 
 
-PUBLISHED = "published: DeepSeek-V4.1-Flash on four 32 GB cards with 110 of 384 experts of a layer in slots, "
+PUBLISHED_FOR = "deepseek_v41"
+"""The model type that the named curves were published for; for others they are assumed."""
+PUBLISHED = (
+    "Zipf curve from published hit rates: DeepSeek-V4.1-Flash on four 32 GB cards with 110 of 384 experts of a layer in "
+    "slots, "
+)
 NAMED = {
     "short": Named(1.52, 1024, PUBLISHED + "short repetitive prompts, about 10 of 40 layers miss an expert in a step"),
     "mixed": Named(1.17, 65536, PUBLISHED + "mixed prompts over 30 minutes, hit rate 0.87 to 0.88"),
