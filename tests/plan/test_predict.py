@@ -204,3 +204,18 @@ def test_results_that_tell_nothing_are_refused(content, tmp_path):
     (tmp_path / "r.json").write_text(content)
     with pytest.raises(SettingsError, match="expected"):
         read_measured(tmp_path / "r.json")
+
+
+def test_a_curve_is_surer_for_its_own_model_and_surest_in_a_trace(tmp_path):
+    path = tmp_path / "t.trace"
+    small = small_geometry()
+    write_trace(path, TraceHeader(2, 16, 2, "0" * 64), routed(np.random.default_rng(0), 200))
+    machine, asked = describe("1x32GB", "64GB", "7GB/s"), Wanted(context=1024, slots=4)
+    other = small.model_copy(update={"model_type": "another"})
+    questions = (
+        Question(small, machine, asked, str(path)),
+        Question(small, machine, asked),
+        Question(other, machine, asked),
+    )
+    spreads = [make_plan(question).costs.skew.spread for question in questions]
+    assert spreads == sorted(set(spreads))

@@ -32,8 +32,8 @@ class Named:
 PUBLISHED_FOR = "deepseek_v41"
 """The model type that the named curves were published for; for others they are assumed."""
 PUBLISHED = (
-    "Zipf curve from published hit rates: DeepSeek-V4.1-Flash on four 32 GB cards with 110 of 384 experts of a layer in "
-    "slots, "
+    "Zipf curve from published hit rates: DeepSeek-V4.1-Flash on four 32 GB cards, "
+    "110 of 384 experts of a layer in slots, "
 )
 NAMED = {
     "short": Named(1.52, 1024, PUBLISHED + "short repetitive prompts, about 10 of 40 layers miss an expert in a step"),
