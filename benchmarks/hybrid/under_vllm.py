@@ -116,6 +116,36 @@ def identity(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
     return failed
 
 
+def batches(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
+    """VLLM_BATCH_INVARIANT=1: the same prompts in batches of several sizes and chunks, and several placements."""
+    model, failed = Path(arguments.model), False
+    experts = json.loads((model / "config.json").read_text())["n_routed_experts"]
+    runs = [{"prompts": prompts_of(model, 32), "max_tokens": arguments.tokens, "logprobs": 2}]
+    cells = [(experts, 32, 1024), (experts // 8, 1, 1024), (experts // 8, 8, 1024), (experts // 8, 32, 64)]
+    reference: dict[str, Any] | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        build(model, store)
+        for slots, sequences, chunk in cells:
+            name = f"{slots} slots, {sequences} sequences, chunks of {chunk}"
+            arguments_of = {"model": str(model), "kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024}
+            arguments_of |= {"max_num_seqs": sequences, "max_num_batched_tokens": chunk}
+            try:
+                found = engine(
+                    runs, {"VLLM_BATCH_INVARIANT": "1"}, **arguments_of, **tiers(store, slots, arguments.graphs)
+                )
+            except RuntimeError as error:
+                show({"what": name, "error": str(error)}, rows)
+                failed = True
+                continue
+            run = found["runs"][0]
+            reference = reference or run
+            differ = {f"{key} differ": run[key] != reference[key] for key in ("tokens", "logprobs")}
+            failed |= any(differ.values())
+            show({"what": name, **differ, "s": run["seconds"]}, rows)
+    return failed
+
+
 def speed(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
     """Decode and prefill, all-resident against hybrid."""
     import qwen3
@@ -159,7 +189,7 @@ def speed(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
 def main() -> int:
     """Exit 1 on a difference or an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("identity", "speed"))
+    parser.add_argument("part", choices=("identity", "batches", "speed"))
     parser.add_argument("model")
     parser.add_argument("--graphs", default="none", help="none, decode, all; identity takes several")
     parser.add_argument("--prompts", type=int, default=200)
@@ -169,7 +199,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     try:
-        return int({"identity": identity, "speed": speed}[arguments.part](arguments, rows))
+        return int({"identity": identity, "batches": batches, "speed": speed}[arguments.part](arguments, rows))
     except Exception:
         traceback.print_exc()
         return 1

@@ -18,11 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moetier.errors import CheckpointError, UnsupportedModelError
+from moetier.errors import CheckpointError, SettingsError, UnsupportedModelError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
+from moetier.layer.hybrid import HybridLayer, HybridModel, SlotPlan
 from moetier.serve.naming import layer_number
-from moetier.serve.tensors import run_layer
+from moetier.serve.tensors import run_hybrid_layer, run_layer
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
 from moetier.store.store import Store
@@ -33,11 +34,18 @@ PLAIN = ("BF16", "F16", "F32")
 
 
 def load_model(
-    path: str | Path, settings: Settings, *, dtype: torch.dtype = torch.bfloat16, max_tokens: int = 4096
+    path: str | Path,
+    settings: Settings,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_tokens: int = 4096,
+    device: str | torch.device = "cpu",
 ) -> PreTrainedModel:
     """A checkpoint as a transformers model whose routed experts live in the tiers of `settings`.
 
-    The tiers are its attribute `moetier`, a TieredModel: close it when the model is no longer used.
+    The tiers are its attribute `moetier`, a TieredModel: close it when the model is no longer used. With `slots` in the
+    settings and a CUDA device, so many experts of each layer are in device slots; the CPU computes the others, and a
+    forward of many tokens has them streamed.
 
     Parameters
     ----------
@@ -49,6 +57,8 @@ def load_model(
         bfloat16 or float32, of everything but the experts; those take either and return bf16.
     max_tokens
         Most tokens of one forward, batch included.
+    device
+        Where everything but the experts lives.
 
     Raises
     ------
@@ -62,7 +72,10 @@ def load_model(
     _check_plain(checkpoint)
     store = Store.open(settings.store, checkpoint_identity=checkpoint.identity())
     layers = [layer for layer in store.manifest.layers if layer.number < checkpoint.hidden_layers]
-    tiers = TieredModel(settings, store, records_that_fit(settings, store, len(layers)), max_tokens, checkpoint)
+    place = _device_of(settings, device)
+    cpu_tokens = settings.planned_tokens if settings.slots else max_tokens
+    tiers = TieredModel(settings, store, records_that_fit(settings, store, len(layers)), cpu_tokens, checkpoint)
+    hybrid = _with_slots(tiers, len(layers), max_tokens, place) if settings.slots else None
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it describes the experts, which transformers does not load
@@ -72,8 +85,12 @@ def load_model(
     names = {module: name for name, module in model.named_modules()}
     for module in experts:
         _check_experts(names[module], module)
-        vars(module)["moetier_layer"] = tiers.attach(layer_number(names[module]))
+        vars(module)["moetier_layer"] = (hybrid or tiers).attach(layer_number(names[module]))
     _load_weights(model, checkpoint)
+    model.to(place)  # type: ignore[arg-type]  # torch's stub wants a module there
+    if hybrid is not None:
+        hybrid.prepare(settings.identity_check)
+        _tell_of_steps(model, hybrid, max_tokens)
     vars(model)["moetier"] = tiers
     model.eval()
     return model
@@ -83,7 +100,32 @@ def _experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """hidden_states [T, hidden] bf16 or float32, index and weights [T, top_k] -> [T, hidden] of the same dtype."""
-    return run_layer(self.moetier_layer, hidden_states, top_k_index, top_k_weights)
+    layer = self.moetier_layer
+    run = run_hybrid_layer if isinstance(layer, HybridLayer) else run_layer
+    return run(layer, hidden_states, top_k_index, top_k_weights)
+
+
+def _device_of(settings: Settings, device: str | torch.device) -> torch.device:
+    place = torch.device(device)
+    if settings.slots and place.type != "cuda":
+        raise SettingsError(f"slots {settings.slots}: expected a CUDA device, found {place}; say device='cuda'")
+    if settings.slots == "auto":
+        raise SettingsError("slots auto: only a server knows its KV cache; give slots as a number")
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
+
+
+def _with_slots(tiers: TieredModel, layers: int, max_tokens: int, device: torch.device) -> HybridModel:
+    settings, experts = tiers.settings, tiers.part.geometry.experts
+    plan = SlotPlan.of(settings, layers, min(int(settings.slots), experts), experts)
+    hybrid = HybridModel(tiers, plan, max_tokens, device, settings.patience_seconds)
+    tiers.at_close(hybrid.close)
+    return hybrid
+
+
+def _tell_of_steps(model: PreTrainedModel, hybrid: HybridModel, max_tokens: int) -> None:
+    """Every forward is a step, and every token of it is real: transformers pads nothing by itself."""
+    model.register_forward_pre_hook(lambda *_: hybrid.before_step(max_tokens))
+    model.register_forward_hook(lambda *_: hybrid.after_step())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu.base import Sizes
 from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, pinned
 from moetier.layer.fetch import Fetcher
+from moetier.layer.hybrid.check import Checked, check_paths
 from moetier.layer.hybrid.layer import HybridLayer, Shared
 from moetier.layer.hybrid.rates import measure_costs
 from moetier.layer.hybrid.refill import Refiller, Told
@@ -24,6 +25,7 @@ from moetier.layer.model import TieredModel
 from moetier.residency import POLICIES, UNKNOWN, DramTier, Step
 from moetier.residency.device import DeviceSlots
 from moetier.residency.registered import Registered
+from moetier.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,15 @@ class SlotPlan:
     tokens: int = 64
     fills: int = 4
     """Records that are copied into spare slots after one step, at most."""
+
+    @classmethod
+    def of(cls, settings: Settings, layers: int, slots: int, experts: int) -> SlotPlan:
+        """`slots` for each layer of `experts`; a quarter of them spare unless the settings say otherwise."""
+        spare = slots // 4 if settings.spare_slots is None else min(settings.spare_slots, slots)
+        if slots == experts:
+            spare = 0  # everything is resident
+        staging, tokens = settings.staging_slots, settings.planned_tokens
+        return cls(layers, slots - spare, spare, staging, tokens, settings.fills_per_step)
 
     @property
     def per_layer(self) -> int:
@@ -163,11 +174,19 @@ class HybridModel:
                 for room in rooms:
                     tiers.staging.give_back(room)
 
+    def prepare(self, calls: int) -> Checked:
+        """All layers are attached: check `calls` random calls over all paths, and measure what a miss costs here.
+
+        IdentityError where two paths differ in a bit.
+        """
+        checked = check_paths(self.layers, self.path, calls)
+        self.set_costs(self._measure())
+        return checked
+
     def before_step(self, tokens: int, step: Step = UNKNOWN) -> None:
         """A step of `tokens` real tokens is about to be launched on the current stream."""
         if self._refiller is None:
             self._refiller = self._make_refiller()
-            self.set_costs(self._measure())
         self._mailbox.wake()
         self.path.live.fill_(tokens)
 

@@ -30,17 +30,7 @@ def open_hybrid(
     settings, device = tiers.settings, torch.device("cuda", torch.cuda.current_device())
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     per_layer = _slots(tiers, layers, vllm_config, max_tokens)
-    spare = per_layer // 4 if settings.spare_slots is None else min(settings.spare_slots, per_layer)
-    if per_layer == tiers.part.geometry.experts:
-        spare = 0  # everything is resident
-    plan = SlotPlan(
-        layers=layers,
-        resident=per_layer - spare,
-        spare=spare,
-        staging=settings.staging_slots,
-        tokens=settings.planned_tokens,
-        fills=settings.fills_per_step,
-    )
+    plan = SlotPlan.of(settings, layers, per_layer, tiers.part.geometry.experts)
     model = HybridModel(tiers, plan, max_tokens, device, settings.patience_seconds, on_failure)
     logger.info(
         "moetier: %d device slots for each of %d layers (%d resident, %d spare) and %d staging slots, %.2f GiB",
