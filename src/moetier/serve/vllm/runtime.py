@@ -150,8 +150,8 @@ def warm_up() -> None:
         with reported(settings.failure_file):
             checked = hybrid.prepare(settings.identity_check)
         logger.info(
-            "moetier: identity check of the device, %d calls, %d comparisons in %.1f s: 0 differ; a missed expert costs "
-            "%.0f us on the CPU (and %.0f us a call), %.0f us streamed",
+            "moetier: identity check of the device, %d calls, %d comparisons in %.1f s: 0 differ; a missed expert "
+            "costs %.0f us on the CPU (and %.0f us a call), %.0f us streamed",
             checked.calls,
             checked.comparisons,
             time.monotonic() - begun,
