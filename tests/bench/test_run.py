@@ -54,7 +54,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_it_is_whole_and_contradicts_itself_nowhere(result: Result) -> None:
     assert result.failure is None
-    assert list(problems(Result.model_validate_json(to_text(result)))) == []
+    data = to_text(result).encode()
+    assert list(problems(data, Result.model_validate_json(data))) == []
 
 
 def test_its_figures_are_there_or_have_a_reason(result: Result) -> None:

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
 from moetier.bench import BenchError
-from moetier.bench.documents import Recipe, digest
+from moetier.bench.documents import Recipe, sha256_of
 from moetier.bench.provenance import git
-from moetier.bench.result import SUMS, Result, cells_of, hashes_of, listed, read_result, tier_cells
+from moetier.bench.result import SUMS, Result, cells_of, listed, parse_result, read_data, tier_cells
 from moetier.bench.samples import Cell
 
 
 def check_file(path: Path) -> tuple[Result | None, list[str]]:
     """The result of one file, and what is wrong with it by itself."""
     try:
-        result = read_result(path)
+        data = read_data(path)
+        result = parse_result(data, str(path))
     except BenchError as error:
         return None, [str(error)]
-    return result, [f"{path}: {found}" for found in problems(result)]
+    return result, [f"{path}: {found}" for found in problems(data, result)]
 
 
-def problems(result: Result) -> Iterator[str]:
-    """What a result contradicts itself in."""
-    if result.own_hash() != result.sha256:
+def problems(data: bytes, result: Result) -> Iterator[str]:
+    """What a file contradicts itself in. The hashes are of what is written in it, whatever fields came since."""
+    raw = json.loads(data)
+    if sha256_of({key: value for key, value in raw.items() if key != "sha256"}) != result.sha256:
         yield "its hash is not that of its content: something was edited"
-    for what, value in hashes_of(result.recipe, result.suite, result.machine).items():
-        if result.hashes.get(what) != value:
+    for what in ("recipe", "suite", "machine"):
+        if result.hashes.get(what) != sha256_of(raw[what]):
             yield f"the hash of its {what} is not that of the {what} in it"
     if sorted(result.hashes) != ["machine", "recipe", "suite"]:
         yield "expected hashes of recipe, suite and machine"
@@ -93,7 +96,7 @@ def check_folder(folder: Path, root: Path | None = None) -> tuple[list[Result], 
 
 def imported_name(result: Result) -> str:
     """Where a result of someone else lies below results/."""
-    return f"imported/{result.own_hash()[:12]}/{result.name}"
+    return f"imported/{result.sha256[:12]}/{result.name}"
 
 
 def _against_history(result: Result, root: Path, name: str) -> Iterator[str]:
@@ -109,8 +112,8 @@ def _against_history(result: Result, root: Path, name: str) -> Iterator[str]:
         return
     text = git(root, "show", f"{commit}:recipes/{result.recipe.id}.yaml")
     try:
-        same = text is not None and digest(Recipe.model_validate(yaml.safe_load(text))) == result.hashes["recipe"]
-    except (ValueError, yaml.YAMLError, KeyError):
+        same = text is not None and Recipe.model_validate(yaml.safe_load(text)) == result.recipe
+    except (ValueError, yaml.YAMLError):
         same = False
     if not same:
         yield f"its recipe is not recipes/{result.recipe.id}.yaml of commit {commit[:12]}"

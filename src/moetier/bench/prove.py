@@ -123,14 +123,14 @@ def import_proof(path: Path, folder: Path) -> tuple[Path, Result]:
     except (ValueError, EOFError, OSError, StoreError) as error:
         said = " ".join(str(error).split())[:300]
         raise BenchError(f"{path}: expected a file of `moetier prove`, found {type(error).__name__}: {said}") from None
-    wrong = list(problems(result))
+    wrong = list(problems(data, result))
     if result.origin != "prove":
         wrong.append("it is no file of `moetier prove`")
     if result.status == "failed":
         wrong.append("nothing was measured in it")
     if wrong:
         raise BenchError(f"{path} is refused: {'; '.join(wrong[:5])}")
-    return write_result(folder, result, imported_name(result)), result
+    return write_result(folder, result, imported_name(result), data), result
 
 
 def _inflated(data: bytes) -> bytes:

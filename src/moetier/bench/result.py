@@ -157,16 +157,22 @@ def cells_of(probe: AnyProbe, raw: Raw, most_foreign_cpus: float | None) -> tupl
     return tuple(c.model_copy(update={"reason": disturbed}) if c.reason == "no sample" else c for c in cells)
 
 
-def read_result(path: Path) -> Result:
-    """A result of a file; BenchError if it is none."""
+def read_data(path: Path) -> bytes:
+    """The bytes of a result's file; BenchError if they cannot be had."""
     try:
-        return Result.model_validate_json(read_small(path, LARGEST))
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in found["loc"])
-        raise BenchError(f"{path}: expected a result of `moetier bench run`, found {where}: {found['msg']}") from None
+        return read_small(path, LARGEST)
     except (StoreError, OSError) as error:
         raise BenchError(f"{path} cannot be read: {error}") from None
+
+
+def parse_result(data: bytes, where: str) -> Result:
+    """The result that these bytes are; BenchError if they are none."""
+    try:
+        return Result.model_validate_json(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in found["loc"])
+        raise BenchError(f"{where}: expected a result of `moetier bench run`, found {place}: {found['msg']}") from None
 
 
 def to_text(result: Result) -> str:
@@ -191,10 +197,13 @@ def refuse_existing(folder: Path, name: str) -> None:
         raise BenchError(f"{folder / name} is there already, and a result is never overwritten: commit a change first")
 
 
-def write_result(folder: Path, result: Result, name: str | None = None) -> Path:
-    """Write below `folder` and list the file in SHA256SUMS; never replaces one. Killed in between, no half a file."""
+def write_result(folder: Path, result: Result, name: str | None = None, data: bytes | None = None) -> Path:
+    """Write below `folder` and list the file in SHA256SUMS; never replaces one. Killed in between, no half a file.
+
+    data: the bytes of a file that is kept as it came.
+    """
     path = folder / (name or result.name)
-    data = to_text(result.sealed()).encode()
+    data = data or to_text(result.sealed()).encode()
     try:
         _write(folder, path, data)
     except OSError as error:
