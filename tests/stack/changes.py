@@ -77,12 +77,12 @@ def changes(old: Tree, new: Tree, folder: Path, most: int, package: str = "vllm/
     git(folder, "add", "--all", "--force")
     git(folder, "commit", "--quiet", "-m", "old")
     write_files(folder, {path: new.texts[path] for path in both})
+    every = git(folder, "diff", "--no-color", "--no-ext-diff").stdout
     found = []
-    for path in both:
-        diff = git(folder, "diff", "--no-color", "--no-ext-diff", "--", path).stdout
+    for diff in re.split(rb"(?m)^(?=diff --git )", every)[1:]:
+        path = re.match(rb"diff --git a/(\S+) ", diff)[1].decode()  # type: ignore[index]
         name = re.sub(r"[^a-z0-9]+", "-", path.lower()).strip("-")
-        hunks = diff.count(b"\n@@ ")
-        if 1 <= hunks <= 4 and b"\n+" in diff.split(b"\n@@ ", 1)[1]:
+        if 1 <= diff.count(b"\n@@ ") <= 4 and b"\n+" in diff.split(b"\n@@ ", 1)[1]:
             found.append(Change(name, path, HEADER.format(name).encode() + diff))
     step = max(len(found) // most, 1)
     chosen = found[::step][:most]

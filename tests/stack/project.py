@@ -164,7 +164,7 @@ def serving(release: Release, html: bool = False) -> Iterator[str]:
         return json.dumps({"meta": {"api-version": "1.1"}, "name": "demo", "files": files}).encode()
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/simple/"

@@ -19,7 +19,7 @@ from moetier.stack.patch import FilePatch, Hunk, Patch, apply_patches
 CONTEXT = 3
 FAR_CHANGED = 3
 """Changed lines that a passage needs to be recognized in another file, where its surroundings may differ too."""
-NEEDLES = 4
+NEEDLES = 16
 """Longest words of a passage that another file must have before it is looked at closely."""
 
 
@@ -272,5 +272,6 @@ def _views(path: str, content: bytes) -> tuple[tuple[Line, ...] | None, tuple[Li
         text = content.decode()
     except UnicodeDecodeError:
         return None, None
-    logical = python_lines(text) if path.endswith(".py") else None
-    return tuple(plain_lines(text)), None if logical is None else tuple(logical)
+    python = path.endswith(".py")
+    logical = python_lines(text) if python else None
+    return tuple(plain_lines(text, collapse=not python)), None if logical is None else tuple(logical)

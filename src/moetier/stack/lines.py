@@ -1,8 +1,8 @@
 """A file as a sequence of comparable lines, blind to formatting that changes nothing, and to nothing else.
 
-Plain: physical lines with their white space collapsed. Python: logical lines as tokens, so that a statement that was
-wrapped, or that got other quotes or a trailing comma, is the same line. Comments stay, and so does indentation, as
-depth relative to its neighbours. Blank lines are left out in both.
+Plain: physical lines without white space at their ends and, but for Python, with runs of it collapsed. Python: logical
+lines as tokens, so that a statement that was wrapped, or that got other quotes or a trailing comma, is the same line.
+Comments stay, and so does indentation, as depth relative to its neighbours. Blank lines are left out in both.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Line:
     """Physical lines, 1-based, both inside."""
 
 
-def plain_lines(text: str) -> list[Line]:
-    """Physical lines, white space collapsed."""
+def plain_lines(text: str, collapse: bool = True) -> list[Line]:
+    """Physical lines; collapse: runs of white space are one, as nowhere in a language with strings."""
     found = []
     for number, line in enumerate(text.split("\n"), 1):
-        words = tuple(line.split())
+        words = tuple(line.split()) if collapse else (line.strip(),) if line.strip() else ()
         if words:
             found.append(Line(len(line.expandtabs()) - len(line.expandtabs().lstrip()), words, number, number))
     return found

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -40,7 +41,7 @@ def requirements_of(metadata: bytes, profile: Profile) -> list[str]:
         "platform_python_implementation": "CPython",
         "extra": "",
     }
-    own = {canonicalize_name(Requirement(text).name) for text in profile.requirements}
+    own = _with_version(profile)
     kept = []
     for requirement in asked:
         name = canonicalize_name(requirement.name)
@@ -48,6 +49,11 @@ def requirements_of(metadata: bytes, profile: Profile) -> list[str]:
         if wanted and name not in own and name not in profile.leave_out:
             kept.append(_without_marker(requirement))
     return kept + list(profile.requirements)
+
+
+def _with_version(profile: Profile) -> set[str]:
+    """Projects for which the profile itself says a version: that holds instead of the wheel's and of what is locked."""
+    return {canonicalize_name(r.name) for r in map(Requirement, profile.requirements) if r.specifier}
 
 
 def _without_marker(requirement: Requirement) -> str:
@@ -64,17 +70,25 @@ def resolve(requirements: Sequence[str], profile: Profile, index: str, keep: Map
     """Pins of `requirements` and all that they need, by name; versions of `keep` stay where none is asked for."""
     if not requirements:
         return []
-    asked = {canonicalize_name(Requirement(text).name) for text in profile.requirements}
-    minor, machine = profile_tags(profile)
+    asked = _with_version(profile)
+    kept = tuple(f"{name}=={version}" for name, version in sorted(keep.items()) if name not in asked)
+    return list(_resolve(tuple(requirements), kept, profile.python, profile.platform, index))
+
+
+@cache  # profiles that differ in their carries only ask the same
+def _resolve(
+    requirements: tuple[str, ...], keep: tuple[str, ...], python: str, platform: str, index: str
+) -> tuple[Pinned, ...]:
+    _, _, minor, machine = platform.split("_", 3)
     platforms = [f"manylinux_2_{m}_{machine}" for m in range(int(minor), OLDEST_GLIBC_MINOR - 1, -1)]
     platforms += [f"{old}_{machine}" for old in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
     options = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--target", "/nonexistent", "--quiet"]
-    options += ["--python-version", profile.python, "--implementation", "cp"]
+    options += ["--python-version", python, "--implementation", "cp"]
     options += [arg for platform in platforms for arg in ("--platform", platform)]
     options += ["--index-url", index] if index else []
     with tempfile.TemporaryDirectory(prefix="moetier-stack-") as folder:
         report, constraints = Path(folder) / "report.json", Path(folder) / "keep.txt"
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in keep.items() if name not in asked))
+        constraints.write_text("\n".join(keep))
         command = [sys.executable, "-m", "pip", "install", *options, "-c", str(constraints)]
         done = subprocess.run(
             [*command, "--report", str(report), *requirements], capture_output=True, text=True, check=False
@@ -82,7 +96,7 @@ def resolve(requirements: Sequence[str], profile: Profile, index: str, keep: Map
         if done.returncode:
             raise StackError(f"pip cannot resolve {', '.join(requirements[:6])} ...:\n{done.stderr[-2000:].strip()}")
         items: list[dict[str, Any]] = json.loads(report.read_text())["install"]
-    return sorted((_pin(item) for item in items), key=lambda pin: pin.project)
+    return tuple(sorted((_pin(item) for item in items), key=lambda pin: pin.project))
 
 
 def _pin(item: dict[str, Any]) -> Pinned:
