@@ -19,7 +19,7 @@ WIDE = 0.10
 """Half ranges above this part of the median are shown."""
 DISTURBED = 0.25
 """CPUs of others during a trial that are worth a mark."""
-DISTURBED_MARK, IMPORTED_MARK, NONE = "†", "‡", "–"
+DISTURBED_MARK, IMPORTED_MARK, BUSY_MARK, NONE = "†", "‡", "§", "–"
 
 
 def outputs(root: Path, folder: Path) -> dict[Path, str]:
@@ -111,7 +111,7 @@ def readme_lines(results: Sequence[Result]) -> Iterator[str]:
             said(result.machine.summary),
             f"{said(result.recipe.summary)}{marks(result)}",
             shown(decode[0], result) if decode else NONE,
-            f"{shown(decode[-1], result)} ({decode[-1].name.removeprefix('decode.C')})" if decode else NONE,
+            f"{shown(decode[-1], result)} at {decode[-1].name.removeprefix('decode.C')}" if decode else NONE,
             f"{shown(ttft[-1], result)} s ({ttft[-1].name.removeprefix('ttft.')} tokens)" if ttft else NONE,
             right(result),
         ]
@@ -161,7 +161,14 @@ def disturbed(cell: Cell, result: Result) -> bool:
 
 def marks(result: Result) -> str:
     """What to know of a whole result."""
-    return (f" {IMPORTED_MARK}" if imported(result) else "") + (" (partial)" if result.status == "partial" else "")
+    found = f" {IMPORTED_MARK}" if imported(result) else ""
+    found += " (partial)" if result.status == "partial" else ""
+    return found + (f" {BUSY_MARK}" if busy(result) else "")
+
+
+def busy(result: Result) -> bool:
+    """Whether the machine had other work when the run began: more than half a process a CPU."""
+    return result.load.before[0] > 0.5 * len(result.machine.cpu.allowed)
 
 
 def footnotes(results: Sequence[Result]) -> Iterator[str]:
@@ -170,6 +177,8 @@ def footnotes(results: Sequence[Result]) -> Iterator[str]:
     yield "Medians; a range is given where half of it is more than a tenth of the median."
     if any(disturbed(cell, result) for result in results for cell in result.cells.values()):
         yield f"{DISTURBED_MARK} Other processes used more than {DISTURBED:g} CPUs in half of the trials."
+    if any(busy(result) for result in results):
+        yield f"{BUSY_MARK} The machine was busy with other work when the run began: its speeds are not what it can do."
     if any(imported(result) for result in results):
         yield f"{IMPORTED_MARK} Measured by someone else with `moetier prove`; checked, not repeated by us."
 
