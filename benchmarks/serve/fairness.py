@@ -5,7 +5,8 @@
 For every chunk size (vLLM's --max-num-batched-tokens) a server on the bundled model is started. Some streams decode;
 then a prompt of as many tokens as the model has positions for enters, and the gaps between the tokens of each stream
 are measured until its first token comes. A chunk's time is that of the prompt over its chunks. Prints a table and JSON;
-exit 1 where the p99 gap is above two chunks, that is where a stream waited for more than the chunk it was in.
+exit 1 where the p99 gap is above two chunks, that is where a stream waited for more than the chunk it was in. It wants
+a quiet machine: where the client does not get the CPU, tokens pile up before it and the gaps are the client's.
 """
 
 from __future__ import annotations
