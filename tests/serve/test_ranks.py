@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -97,27 +96,11 @@ def test_rank_that_fails_ends_all(nano: Path, store: Path, tmp_path: Path) -> No
         assert "layer 2, expert" in server.error
 
 
-def test_killed_rank_ends_all(nano: Path, store: Path, tmp_path: Path) -> None:
-    with serving(nano, store, tmp_path / "out", vllm=("-tp", "2")) as server:
-        running = Request(server)
-        assert running.began.wait(60)
-        workers(server)[-1].send_signal(signal.SIGKILL)
-        assert server.wait_exit() == 1
-        assert running.join().error is not None
-
-
 def test_ranks_that_do_not_divide_the_slices_are_refused(nano: Path, store: Path, tmp_path: Path) -> None:
     with Server(nano, store, tmp_path / "out", vllm=("-tp", "4")) as server:
         assert server.wait_exit() == 2
         assert "tensor-parallel size 4: expected one that divides the 2 slices" in server.error
     assert server.error.count("moetier store build --slices 4") == 1
-
-
-def workers(server: Server) -> list[psutil.Process]:
-    """The ranks' processes."""
-    found = [process for process in server.processes() if process.name().startswith("VLLM::Worker")]
-    assert len(found) == RANKS
-    return found
 
 
 def zero_the_weights(model: Path) -> None:
