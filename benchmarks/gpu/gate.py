@@ -37,6 +37,8 @@ WARPS_A_MULTIPROCESSOR = {"sm_80": 64, "sm_89": 48, "sm_90a": 64, "sm_100": 64, 
 DOCS = Path(__file__).parents[2] / "docs" / "device-kernels.md"
 MARKS = ("<!-- gate table -->", "<!-- end of gate table -->")
 
+SOURCES = ("decode 1", "decode 8", "decode 1 hybrid", "decode 8 hybrid", "prefill")
+HYBRID_TOKENS = 64
 INTEGER = r"IMMA\.16832\.S8\.S8|IGMMA|UTCIMMA|IDP\.4A"
 BF16, WARPGROUP = r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x64x16\.F32\.BF16"
 
@@ -61,17 +63,17 @@ def _entries(ptx: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def cuda_kernels(target: str, sources: tuple[str, ...] = ("decode 1", "decode 8", "prefill")) -> Iterator[Compiled]:
-    """The kernels of decode.cu, for one and for several pairs, and of prefill.cu."""
+def cuda_kernels(target: str, sources: tuple[str, ...] = SOURCES) -> Iterator[Compiled]:
+    """The kernels of decode.cu, for one and for several pairs, plain and for a hybrid step, and of prefill.cu."""
     g = SIZES.geometry
     for source in sources:
         fused: dict[str, int] = {}
         shared: dict[str, int] = {}
         if source.startswith("decode"):
-            group = int(source.split()[1])
+            group, tokens = int(source.split()[1]), HYBRID_TOKENS if source.endswith("hybrid") else 0
             columns = 2 if group == 1 else 6  # results a lane keeps of a tile: 2 for a single pair, and 4 for several
             fused = {"gate_up_decode": 16 * columns, "down_decode": 8 * columns}
-            cubin, ptx = nvrtc.compile_source("decode.cu", cuda_path.decode_macros(SIZES, group), target)
+            cubin, ptx = nvrtc.compile_source("decode.cu", cuda_path.decode_macros(SIZES, group, tokens), target)
             up, down = cuda_path.decode_rings(SIZES, group)
             shared = {"gate_up_decode": up, "down_decode": down + g.top_k * 8 * 64}
             matrix = INTEGER
@@ -87,7 +89,7 @@ def cuda_kernels(target: str, sources: tuple[str, ...] = ("decode 1", "decode 8"
             shared["down_prefill"] = panel.shared_bytes(g.slice_intermediate // BLOCK)
         for name, text in _entries(ptx).items():
             warps = 32 if name == "plan_tiles" else 8
-            label = f"{name} ({source.split()[1]})" if name in fused and source.startswith("decode") else name
+            label = f"{name} ({source.partition(' ')[2]})" if name in fused and source.startswith("decode") else name
             yield Compiled(
                 label,
                 target,

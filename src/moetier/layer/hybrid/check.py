@@ -50,9 +50,9 @@ def check_paths(layers: Sequence[HybridLayer], path: HybridPath, calls: int) -> 
             differ = int((bits[name] != bits["device slots"]).sum())
             if differ:
                 raise DeviceIdentityError(
-                    f"identity check: the paths 'device slots' and {name!r} differ in {differ} of {x.numel()} values of "
-                    f"a call of layer {layer.index} with {tokens} tokens: expected equal bits. Nothing is served. Check "
-                    "the memory of the machine and of the GPU (nvidia-smi -q -d ECC), or report it with "
+                    f"identity check: the paths 'device slots' and {name!r} differ in {differ} of {x.numel()} values "
+                    f"of a call of layer {layer.index} with {tokens} tokens: expected equal bits. Nothing is served. "
+                    "Check the memory of the machine and of the GPU (nvidia-smi -q -d ECC), or report it with "
                     "`moetier doctor --json`"
                 )
     return Checked(calls, 2 * calls)

@@ -43,6 +43,8 @@ using UpActivations = Activations<UP_TILES, UP_STAGE>;
 
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200  // about 100 KB of shared memory: one block
 constexpr int UP_RESIDENT = 1;
+#elif HYBRID_STEP && __CUDA_ARCH__ >= 1000  // else two values of a hybrid step go to local memory
+constexpr int UP_RESIDENT = 2;
 #else
 constexpr int UP_RESIDENT = GROUP == 1 ? 3 : 2;
 #endif
