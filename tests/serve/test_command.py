@@ -14,6 +14,7 @@ from moetier.serve.command import (
     compute_cpus,
     environment,
     example,
+    hybrid_threads,
     is_loopback,
 )
 from moetier.settings import Settings
@@ -91,3 +92,17 @@ def test_who_computes_where(cpus: tuple[int, ...], computing: tuple[int, ...]) -
 )
 def test_example_reaches_the_server(host: str, url: str) -> None:
     assert url in example(replace(REQUEST, host=host))
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (4, 4), (5, 4), (15, 14)])
+def test_a_cpu_is_left_to_the_thread_that_launches(cpus: int, threads: int) -> None:
+    assert hybrid_threads(cpus) == threads
+
+
+def test_device_slots_want_graphs_no_larger_than_what_the_device_plans() -> None:
+    request = replace(REQUEST, settings=Settings(store=Path("/s"), slots=110, planned_tokens=48))
+    command = arguments(request, on_cpu=False)
+    assert command[command.index("--max-cudagraph-capture-size") + 1] == "48"
+    assert "--enforce-eager" not in command
+    assert "--kv-cache-memory-bytes" in command
+    assert "--enforce-eager" in arguments(REQUEST, on_cpu=False)

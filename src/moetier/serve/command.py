@@ -103,6 +103,14 @@ def compute_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     return tuple(cpus) if len(cpus) <= SMALL_MACHINE else tuple(cpus[1:])
 
 
+def hybrid_threads(cpus: int) -> int:
+    """Threads that compute misses on so many CPUs: the engine's own thread launches the device's work meanwhile.
+
+    Every layer waits for the slowest thread, so one that has to share its CPU costs more than it computes.
+    """
+    return cpus if cpus <= SMALL_MACHINE else cpus - 1
+
+
 def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
     """The CPUs of a rank: neighbours, equally many but for one; shared where there are fewer than ranks."""
     if len(cpus) < ranks:
