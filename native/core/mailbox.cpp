@@ -32,7 +32,10 @@ Mailbox::~Mailbox() {
 }
 
 void Mailbox::close() {
-  stop_.store(true);
+  {
+    const std::lock_guard lock(mutex_); // else serve() could look at stop_ before and sleep after
+    stop_.store(true);
+  }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }

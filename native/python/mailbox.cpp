@@ -34,7 +34,7 @@ void bind_mailbox(nb::module_ &module) {
               try {
                 const BoundExperts::Turn turn(experts);
                 return turn.experts().rows(input, here, out) == moetier::StepError::none;
-              } catch (const std::runtime_error &) {
+              } catch (const std::exception &) {
                 return false;
               }
             };

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -35,7 +35,7 @@ class Settings(BaseModel):
     cpus: tuple[int, ...] | None = Field(None, description="CPUs that these threads may use (default: those allowed)")
     isa: str | None = Field(None, description="instruction set of the CPU kernels (default: the best there is)")
     disk_threads: int = Field(8, ge=1, le=256, description="reads from the store that may be under way at once")
-    slots: int | Literal["auto"] = Field(
+    slots: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         0,
         description="experts of each layer in device slots: a number, or auto (what the device's memory leaves); "
         "0: the CPU computes all",
@@ -74,7 +74,18 @@ class Settings(BaseModel):
     )
 
     @field_validator(
-        "dram_records", "threads", "cpus", "staging_records", "disk_threads", "identity_check", mode="before"
+        *(
+            "dram_records",
+            "threads",
+            "cpus",
+            "staging_records",
+            "disk_threads",
+            "identity_check",
+            "slots",
+            "spare_slots",
+        ),
+        *("staging_slots", "planned_tokens", "fills_per_step"),
+        mode="before",
     )
     @classmethod
     def _no_booleans(cls, value: Any) -> Any:

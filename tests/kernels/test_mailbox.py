@@ -42,7 +42,7 @@ class Device:
         mail.weights[:tokens] = self.rng.random((tokens, g.top_k), np.float32)
         mail.rows[:] = -1
         mail.box[LAYER], mail.box[COUNT], mail.box[STREAMED] = layer, tokens, 0
-        mail.box[POSTED] += 1
+        mail.box[POSTED] += 2 if mail.box[POSTED] == -1 else 1  # 0 is no request's number
         return int(mail.box[POSTED])
 
     def wait(self, number: int, word: int = ANSWERED) -> None:
@@ -85,6 +85,21 @@ def test_requests_are_answered_with_the_kernels_rows(kernel) -> None:
         calls, nanoseconds, helps = box.counts()
         assert (calls, helps) == (100, 0)
         assert nanoseconds > 0
+    finally:
+        box.close()
+
+
+def test_request_numbers_go_round_without_naming_none(kernel) -> None:
+    experts, pool, layers = kernel
+    tables = [layer.addresses for layer in layers]
+    device = Device()
+    device.mail.box[[POSTED, ANSWERED]] = -3  # 2^32 - 3
+    box = Mailbox(experts, pool, device.mail, tables)
+    try:
+        for _ in range(6):
+            device.wait(device.post(0, 2))
+            assert np.array_equal(device.mail.rows[:2], expected(pool, device, tables[0], 2))
+        assert device.mail.box[POSTED] > 0
     finally:
         box.close()
 

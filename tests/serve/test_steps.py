@@ -38,6 +38,8 @@ def test_step_of_what_was_scheduled() -> None:
 class Worker:
     """Stands for vLLM's; the steps that it saw the tiers in."""
 
+    vllm_config = SimpleNamespace(speculative_config=None)
+
     def __init__(self) -> None:
         self.seen: list[tuple[bool, Step]] = []
 
@@ -102,3 +104,14 @@ def test_vllm_has_what_we_stand_on() -> None:
     assert {"num_scheduled_tokens", "scheduled_spec_decode_tokens", "total_num_scheduled_tokens"} <= fields
     assert list(inspect.signature(GpuWorker.execute_model).parameters)[:2] == ["self", "scheduler_output"]
     assert MoetierCpuWorker.load_model is StepAware.load_model
+
+
+def test_a_block_of_guesses_counts_as_real_tokens(model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block drafter runs sequences x (guesses + 1) tokens, whatever was scheduled."""
+    told: list[int] = []
+    monkeypatch.setattr(runtime, "begin_step", lambda step, tokens: told.append(tokens))
+    worker = Ours()
+    worker.execute_model(scheduled({"a": 1, "b": 1}))
+    worker.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=5))
+    worker.execute_model(scheduled({"a": 1, "b": 1}))
+    assert told == [2, 2 + 2 * 6]

@@ -22,6 +22,7 @@ from moetier.errors import CheckpointError, SettingsError, UnsupportedModelError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
 from moetier.layer.hybrid import HybridLayer, HybridModel, SlotPlan
+from moetier.residency import UNKNOWN, Step
 from moetier.serve.naming import layer_number
 from moetier.serve.tensors import run_hybrid_layer, run_layer
 from moetier.settings import Settings
@@ -111,7 +112,11 @@ def _device_of(settings: Settings, device: str | torch.device) -> torch.device:
         raise SettingsError(f"slots {settings.slots}: expected a CUDA device, found {place}; say device='cuda'")
     if settings.slots == "auto":
         raise SettingsError("slots auto: only a server knows its KV cache; give slots as a number")
-    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
+    if settings.slots:
+        if place.index is not None:
+            torch.cuda.set_device(place)  # where kernels are launched
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
 
 
 def _with_slots(tiers: TieredModel, layers: int, max_tokens: int, device: torch.device) -> HybridModel:
@@ -124,8 +129,13 @@ def _with_slots(tiers: TieredModel, layers: int, max_tokens: int, device: torch.
 
 def _tell_of_steps(model: PreTrainedModel, hybrid: HybridModel, max_tokens: int) -> None:
     """Every forward is a step, and every token of it is real: transformers pads nothing by itself."""
+
+    def after(_: Any, arguments: tuple[Any, ...], named: dict[str, Any], __: Any) -> None:
+        ids = arguments[0] if arguments else named.get("input_ids")
+        hybrid.after_step(UNKNOWN if ids is None else Step(ids.shape[0], prefill=ids.shape[1] > 1))
+
     model.register_forward_pre_hook(lambda *_: hybrid.before_step(max_tokens))
-    model.register_forward_hook(lambda *_: hybrid.after_step())
+    model.register_forward_hook(after, with_kwargs=True)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ MAX_STAGED = 64
 STREAM_BLOCKS = 32
 """Thread blocks that read records over the link: enough loads in flight to fill it."""
 BOX_BYTES = 128
-_ANSWERED, _LATE = 16, 4  # words of box.cuh
+_LATE, _REFUSED = 4, 17  # words of box.cuh
 COUNTS = ("calls", "calls_missed", "hits", "misses", "streamed", "pairs_cpu", "waited_ns")
 """What a layer counts, in the order of `Count` in hybrid.cuh."""
 
@@ -52,6 +52,11 @@ class Mail:
         """The request that the device gave up waiting for, or 0."""
         return int(self.box[_LATE])
 
+    @property
+    def refused(self) -> int:
+        """The request that the CPU could not answer, or 0."""
+        return int(self.box[_REFUSED])
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -62,15 +67,6 @@ class Costs:
     cpu_pair: float
     stream_expert: float
     dram_expert: float
-
-    @classmethod
-    def of(cls, record_bytes: int, dram: float, link: float, pair_ns: float, call_ns: float = 12_000.0) -> Costs:
-        """From a machine's rates, bytes a second: DRAM reads with the CPU's threads, host to device.
-
-        CPU and link read the same DRAM: together they are no faster than its reads.
-        """
-        expert = record_bytes / dram * 1e9
-        return cls(call_ns, expert, pair_ns, record_bytes / link * 1e9, expert)
 
     def tensor(self, device: torch.device) -> torch.Tensor:
         values = [self.cpu_call, self.cpu_expert, self.cpu_pair, self.stream_expert, self.dram_expert]

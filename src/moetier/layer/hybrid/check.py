@@ -10,6 +10,7 @@ import torch
 from moetier.errors import MoetierError
 from moetier.kernels.gpu.hybrid import ALL_CPU, ALL_STREAM, HybridPath
 from moetier.layer.hybrid.layer import HybridLayer
+from moetier.residency.device import ABSENT
 
 TOKENS = (1, 4, 1, 16)
 """Of the calls, in turn."""
@@ -29,25 +30,33 @@ class Checked:
     comparisons: int
 
 
-def check_paths(layers: Sequence[HybridLayer], path: HybridPath, calls: int) -> Checked:
-    """Each call by its slots and what the plan makes of the rest; all by the CPU; and streamed where DRAM has it.
+def check_paths(layers: Sequence[HybridLayer], path: HybridPath, streams: bool, calls: int) -> Checked:
+    """Each call by its slots and what the plan makes of the rest; all by the CPU; and streamed where DRAM has records.
 
-    Experts without a record in DRAM are read from disk for the second and third. DeviceIdentityError names the paths.
+    streams: whether the host can have a call streamed. Half of a call's experts have slots, as far as there are such.
+    Experts without a record in DRAM are read from disk for the CPU. DeviceIdentityError names the paths.
     """
-    generator = torch.Generator(path.device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     path.live.fill_(path.tokens)
+    compared = 0
     for number in range(calls):
         layer = layers[number % len(layers)]
         tokens = min(TOKENS[number % len(TOKENS)], path.tokens)
-        x, ids, weights = _random_call(path, tokens, generator)
+        x, ids, weights = _random_call(layer, path, tokens, generator)
         nowhere = replace(layer.tables, slot_table=torch.full_like(layer.tables.slot_table, -1))
-        ways = {"device slots": (layer.tables, ALL_CPU), "CPU": (nowhere, ALL_CPU), "streamed": (nowhere, ALL_STREAM)}
+        ways = {"device slots": (layer.tables, ALL_CPU), "CPU": (nowhere, ALL_CPU)}
+        if layer.tier.slots and len(path.staging):
+            ways["streamed by the device"] = (nowhere, ALL_STREAM)
         bits = {}
         for name, (tables, costs) in ways.items():
             path.set_costs(costs)
-            bits[name] = path.forward(tables, x, ids, weights, torch.empty_like(x)).view(torch.int16).clone()
-        for name in ("CPU", "streamed"):
-            differ = int((bits[name] != bits["device slots"]).sum())
+            bits[name] = path.forward(tables, x, ids, weights, torch.empty_like(x))
+        if streams:
+            bits["streamed by the host"] = layer.stream(x, ids, weights, torch.empty_like(x))
+        first = bits.pop("device slots")
+        for name, found in bits.items():
+            differ = int((found.view(torch.int16) != first.view(torch.int16)).sum())
+            compared += 1
             if differ:
                 raise DeviceIdentityError(
                     f"identity check: the paths 'device slots' and {name!r} differ in {differ} of {x.numel()} values "
@@ -55,19 +64,24 @@ def check_paths(layers: Sequence[HybridLayer], path: HybridPath, calls: int) -> 
                     "Check the memory of the machine and of the GPU (nvidia-smi -q -d ECC), or report it with "
                     "`moetier doctor --json`"
                 )
-    return Checked(calls, 2 * calls)
+    return Checked(calls, compared)
 
 
 def _random_call(
-    path: HybridPath, tokens: int, generator: torch.Generator
+    layer: HybridLayer, path: HybridPath, tokens: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of few experts, so that it takes little time; with outlier channels and rows of other sizes."""
     g, device = path.sizes.geometry, path.device
     few = min(g.experts, g.top_k + 2)
-    chosen = torch.randperm(g.experts, generator=generator, device=device)[:few]
-    x = torch.randn(tokens, g.hidden, generator=generator, device=device)
-    x *= torch.exp2(torch.rand(tokens, 1, generator=generator, device=device) * 12 - 6)
+    shuffled = torch.randperm(g.experts, generator=generator)
+    has_slot = torch.from_numpy(layer.slots.mirror != ABSENT)[shuffled]
+    here, elsewhere = shuffled[has_slot], shuffled[~has_slot]
+    half = max(few - elsewhere.numel(), min(few // 2, here.numel()))
+    chosen = torch.cat([here[:half], elsewhere[: few - half]])
+    x = torch.randn(tokens, g.hidden, generator=generator)
+    x *= torch.exp2(torch.rand(tokens, 1, generator=generator) * 12 - 6)
     x[:, :2] *= 100
-    order = torch.rand(tokens, few, generator=generator, device=device).argsort(1)[:, : g.top_k]
-    weights = torch.rand(tokens, g.top_k, generator=generator, device=device) + 1e-3
-    return x.bfloat16(), chosen[order].to(torch.int32).contiguous(), weights.contiguous()
+    order = torch.rand(tokens, few, generator=generator).argsort(1)[:, : g.top_k]
+    weights = torch.rand(tokens, g.top_k, generator=generator) + 1e-3
+    ids = chosen[order].to(torch.int32).contiguous()
+    return x.bfloat16().to(device), ids.to(device), weights.contiguous().to(device)

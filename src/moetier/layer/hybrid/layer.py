@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 from moetier.kernels.cpu import CpuExperts
 from moetier.kernels.cpu.mailbox import Request
 from moetier.kernels.gpu.hybrid import HybridPath, LayerTables
+from moetier.layer.context import Context
 from moetier.layer.counters import Counters
 from moetier.layer.fetch import Fetcher, Read
 from moetier.layer.hybrid.stream import Streamer
+from moetier.residency import DiskReader
 from moetier.residency.device import ABSENT, DeviceSlots
+from moetier.residency.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Shared:
     bytes: int
     """Of a record: this rank's part."""
     lock: Lock
+    context: Context
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,15 @@ class HybridLayer:
         if planned and tokens <= path.tokens:
             return path.forward(self.tables, x, ids, weights, out)
         assert streamer is not None, f"{tokens} tokens, and the mailbox takes {path.tokens}"
-        return self._stream(streamer, x, ids, weights, out)
+        for start in range(0, tokens, streamer.max_tokens):
+            part = slice(start, start + streamer.max_tokens)
+            self.stream(x[part], ids[part], weights[part], out[part])
+        return out
 
-    def _stream(
-        self, streamer: Streamer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
-    ) -> torch.Tensor:
+    def stream(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`forward` with every missed record streamed, of up to the streamer's `max_tokens` tokens."""
+        streamer = self._shared.streamer
+        assert streamer is not None, "nothing is streamed"
         found = ids.cpu().numpy()  # waits for the device: whatever it asked of the CPU is answered
         pairs = np.bincount(found[(found >= 0) & (found < self.slots.mirror.size)], minlength=self.slots.mirror.size)
         self._streamed += pairs.astype(np.int32)
@@ -97,7 +105,8 @@ class HybridLayer:
                 streamer.forward(x, ids, weights, self.slots.table, missed.tolist(), source, out)
             finally:
                 source.close()
-        self._count_streamed(routed.size - missed.size, missed.size, source.read)
+        if self._shared.context.real:
+            self._count_streamed(routed.size - missed.size, missed.size, source.read)
         return out
 
     def _count_streamed(self, hits: int, misses: int, read: int) -> None:
@@ -168,9 +177,21 @@ class HybridLayer:
         pinned[[*experts, *self.busy]] = True
         return pinned
 
-    def check_integrity(self) -> None:
-        """Device slots and DRAM tier agree with themselves. Waits for the device."""
-        self.slots.check_integrity()
+    def check_integrity(self, reader: DiskReader, staging: Staging) -> None:
+        """Device slots and DRAM tier agree with themselves, the slots' bytes with the store. Waits for the device."""
+        room = staging.take()
+        assert room is not None, "staging is in use between steps"
+
+        def record(expert: int) -> NDArray[np.uint8]:
+            reader.read(self.index, expert, staging.view(room))
+            whole = np.zeros(self.slots.slots.shape[1], np.uint8)
+            whole[: self.record_bytes] = self.record_at(staging.address(room)).numpy()
+            return whole
+
+        try:
+            self.slots.check_integrity(record)
+        finally:
+            staging.give_back(room)
         self.tier.check_integrity()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,7 @@ class HybridModel:
         self.path = HybridPath(sizes, plan.tokens, self.slots, staging, self._bytes, ALL_CPU, patience_seconds)
         streamer = Streamer(sizes, max_tokens, self.slots, staging) if len(staging) >= 2 else None
         self._lock = threading.Lock()
-        self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock)
+        self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock, tiers.context)
         self._registered = Registered()
         self._registered.add(*tiers.staging.arena.extent)
         experts, layers = part.geometry.experts, len(tiers.store.manifest.layers)
@@ -171,19 +172,20 @@ class HybridModel:
                 layer.slots.publish(wait=True)
                 torch.cuda.synchronize(self.device)
             finally:
+                wait(reads)
                 for room in rooms:
                     tiers.staging.give_back(room)
 
     def prepare(self, calls: int) -> Checked:
         """All layers are attached: check `calls` random calls over all paths, and measure what a miss costs here.
 
-        IdentityError where two paths differ in a bit.
+        DeviceIdentityError where two paths differ in a bit.
         """
-        checked = check_paths(self.layers, self.path, calls)
+        checked = check_paths(self.layers, self.path, self._shared.streamer is not None, calls)
         self.set_costs(self._measure())
         return checked
 
-    def before_step(self, tokens: int, step: Step = UNKNOWN) -> None:
+    def before_step(self, tokens: int) -> None:
         """A step of `tokens` real tokens is about to be launched on the current stream."""
         if self._refiller is None:
             self._refiller = self._make_refiller()
@@ -220,7 +222,6 @@ class HybridModel:
         return Refiller(self.layers, policies, told, tiers.heat, self.plan.fills if self.plan.spare else 0)
 
     def _help(self) -> None:
-        layers: dict[int, HybridLayer] = {}
         while not self._closed.is_set():
             request = self._mailbox.await_help(HELP_MS)
             if request is None:
@@ -230,13 +231,20 @@ class HybridModel:
             try:
                 layers[request.layer].help(request)
             except Exception as error:  # the device must hear of it, whatever it is
-                self._fail(error if isinstance(error, MoetierError) else MoetierError(repr(error)))
-                self._mailbox.refuse(request)
+                try:
+                    self._fail(error if isinstance(error, MoetierError) else MoetierError(repr(error)))
+                finally:
+                    self._mailbox.refuse(request)
                 continue
             self._mailbox.answer(request)
 
     def _look_whether_late(self) -> None:
-        if self.path.mail.late and not self._failed:
+        mail = self.path.mail
+        if mail.late and mail.late == mail.refused and not self._failed:
+            self._fail(
+                MoetierError(f"the CPU's kernel refused request {mail.late}: a fault of moetier, please report it")
+            )
+        if mail.late and not self._failed:
             self._fail(
                 MoetierError(
                     f"the CPU did not answer the device within {self._patience:.0f} s (request {self.path.mail.late}): "
@@ -251,10 +259,11 @@ class HybridModel:
         self._on_failure(error)
 
     def check_integrity(self) -> None:
-        """Slots, tables and tiers agree. Waits for the device; between steps."""
+        """Slots, tables, tiers and the store's bytes agree. Waits for the device; between steps."""
+        reader, room = self.tiers.reader, self.tiers.staging
         for layer in self.layers:
-            layer.check_integrity()
-        self.tiers.staging.check_integrity()
+            layer.check_integrity(reader, room)
+        room.check_integrity()
 
     def counts(self) -> dict[str, int]:
         """What the device and the mailbox counted. Waits for the device."""
@@ -266,8 +275,12 @@ class HybridModel:
         """End the threads and release pinned memory; the layers cannot be called any more. Leaves `tiers` open."""
         if self._closed.is_set():
             return
+        try:
+            torch.cuda.synchronize(self.device)  # the helper still answers: nobody waits for it afterwards
+        except RuntimeError as error:  # the device has trapped
+            logger.warning("the device had stopped: %s", error)
         self._closed.set()
-        torch.cuda.synchronize(self.device)
         self._mailbox.close()
         self._helper.join()
+        self._look_whether_late()
         self._registered.close()

@@ -44,24 +44,26 @@ def measure_costs(
         uint8 [slots, stride] on the device, to copy them to.
 
     """
-    if addresses.size < EXPERTS or not records:
+    experts = min(EXPERTS, kernel.geometry.experts, kernel.max_tokens)
+    if addresses.size < experts or experts < 2 or not records:
         return ALL_CPU
+    pairs = max(1, min(PAIRS, kernel.max_tokens * min(kernel.geometry.top_k, experts) // experts))
     rng = np.random.default_rng(0)
 
-    def cpu_ns(experts: int, pairs: int) -> float:
-        call, tables = _call(kernel, experts, pairs), []
+    def cpu_ns(count: int, each: int) -> float:
+        call, tables = _call(kernel, count, each), []
         for _ in range(WARM + ROUNDS):
             tables.append(np.zeros(kernel.geometry.experts, np.uint64))
-            tables[-1][:experts] = rng.choice(addresses, experts)
+            tables[-1][:count] = rng.choice(addresses, count)
         return statistics.median([_timed(partial(call, table)) for table in tables][WARM:])
 
-    one, many, busy = cpu_ns(1, 1), cpu_ns(EXPERTS, 1), cpu_ns(EXPERTS, PAIRS)
-    expert = max((many - one) / (EXPERTS - 1), 1.0)
+    one, many, busy = cpu_ns(1, 1), cpu_ns(experts, 1), cpu_ns(experts, pairs)
+    expert = max((many - one) / (experts - 1), 1.0)
     read = statistics.median(read_bandwidth(pool, memory[:READ_BYTES]) for _ in range(ROUNDS))
     return Costs(
         cpu_call=max(one - expert, 0.0),
         cpu_expert=expert,
-        cpu_pair=max((busy - many) / EXPERTS + expert, 0.0) / PAIRS,
+        cpu_pair=max((busy - many) / experts + expert, 0.0) / pairs,
         stream_expert=_copy_ns(records, room),
         dram_expert=records[0].numel() / read * 1e9,
     )

@@ -36,6 +36,9 @@ class Snapshot:
     heat: torch.Tensor
     counts: torch.Tensor
     mirrors: NDArray[np.int32]
+    streamed: NDArray[np.int32]
+    """Pairs of each expert of calls that the host had streamed."""
+    helped: list[int]
     step: Step
     arrived: torch.cuda.Event
 
@@ -55,7 +58,10 @@ class Refiller:
         self._seen = told.heat.cpu().numpy().view(np.uint32).copy()
         self._counted = told.counts.cpu().numpy().copy()
         self._cpu_ns = [told.cpu_ns(layer.index) for layer in layers]
+        for layer in layers:
+            layer.take_streamed()
         self._helped = [layer.helped_reads for layer in layers]
+        self._turn = 0
         self._waiting: list[Snapshot] = []
 
     def after_step(self, step: Step) -> None:
@@ -66,7 +72,9 @@ class Refiller:
         mirrors = np.stack([layer.slots.mirror for layer in self._layers])
         heat, counts = _to_host(self._told.heat), _to_host(self._told.counts)
         arrived = torch.cuda.current_stream(self._told.heat.device).record_event()
-        self._waiting.append(Snapshot(heat, counts, mirrors, step, arrived))
+        streamed = np.stack([layer.take_streamed() for layer in self._layers])
+        helped = [layer.helped_reads for layer in self._layers]
+        self._waiting.append(Snapshot(heat, counts, mirrors, streamed, helped, step, arrived))
         while self._waiting and self._waiting[0].arrived.query():  # type: ignore[no-untyped-call]
             self._learn(self._waiting.pop(0))
 
@@ -74,21 +82,23 @@ class Refiller:
         now, counts, step = snapshot.heat.numpy().view(np.uint32), snapshot.counts.numpy(), snapshot.step
         pairs, counted = (now - self._seen).astype(np.int32), counts - self._counted
         self._seen, self._counted = now.copy(), counts.copy()
+        pairs += snapshot.streamed
         left = self._fills
-        for row, layer in enumerate(self._layers):
-            pairs[row] += layer.take_streamed()
+        self._turn += 1  # another layer is first to get copies every time
+        for row in np.roll(np.arange(len(self._layers)), -self._turn):
+            layer = self._layers[row]
             experts = np.flatnonzero(pairs[row]).astype(np.int32)
             if not experts.size:
                 continue
             missed = experts[snapshot.mirrors[row][experts] == ABSENT]
             self._total.add(layer.index, experts, pairs[row][experts], step.sequences)
-            self._count(row, layer, counted[row], int(pairs[row].sum()))
+            self._count(int(row), layer, counted[row], int(pairs[row].sum()), snapshot.helped[row])
             self._policies[row].touch(experts, step.prefill)
             layer.tier.policy.touch(missed, step.prefill)
             if left and missed.size:
                 left -= self._refill(layer, self._policies[row], missed, left)
 
-    def _count(self, row: int, layer: HybridLayer, counted: NDArray[np.int64], pairs: int) -> None:
+    def _count(self, row: int, layer: HybridLayer, counted: NDArray[np.int64], pairs: int, helped: int) -> None:
         """The device's counts of planned calls; streamed ones were counted when they were made."""
         counts, counters = dict(zip(COUNTS, map(int, counted), strict=True)), layer.counters
         cpu_ns = self._told.cpu_ns(layer.index)
@@ -97,8 +107,8 @@ class Refiller:
         counters.hits += counts["hits"]
         counters.device_reads += counts["hits"]
         counters.misses += counts["misses"]
-        read = layer.helped_reads - self._helped[row]
-        self._helped[row] += read
+        read = helped - self._helped[row]
+        self._helped[row] = helped
         counters.disk_reads += read
         counters.dram_reads += counts["misses"] - read
         counters.streamed_bytes += counts["streamed"] * layer.record_bytes

@@ -32,7 +32,7 @@ class Streamer:
 
     def __init__(self, sizes: Sizes, max_tokens: int, slots: torch.Tensor, staging: range) -> None:
         assert len(staging) >= 2, "streaming wants two staging slots at least"
-        self._slots, self._experts = slots, sizes.geometry.experts
+        self._slots, self._experts, self.max_tokens = slots, sizes.geometry.experts, max_tokens
         self.path = CudaPath(sizes, max_tokens, slots.device)
         half = len(staging) // 2
         self._halves = (staging[:half], staging[half : 2 * half])
@@ -49,8 +49,8 @@ class Streamer:
         missed: Sequence[int],
         source: Source,
         out: torch.Tensor,
-    ) -> int:
-        """The whole layer, x bf16 [T, hidden] -> out bf16 [T, hidden]; returns how many records were streamed.
+    ) -> None:
+        """The whole layer, x bf16 [T, hidden] -> out bf16 [T, hidden], T up to `max_tokens`.
 
         missed: the routed experts without a slot in `slot_table` int32 [experts].
         """
@@ -69,7 +69,6 @@ class Streamer:
             self.path.rows(Call(x, ids, weights, table, self._slots, call.rows))
             free[turn % 2] = compute.record_event()
         self.path.combine(call, out)
-        return len(missed)
 
     def _copy(
         self,

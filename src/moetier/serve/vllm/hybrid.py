@@ -49,7 +49,8 @@ def _slots(tiers: TieredModel, layers: int, vllm_config: Any, max_tokens: int) -
     settings, g = tiers.settings, tiers.part.narrow
     stride = RecordLayout.of(g).stride
     free, _ = torch.cuda.mem_get_info()
-    rows = max_tokens * g.top_k * (g.hidden * 4 + g.intermediate * 4)
+    parts = g.slices if g.slices > 1 else 0
+    rows = max_tokens * g.top_k * ((1 + parts) * g.hidden * 4 + g.intermediate * 4)
     cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
     room = free - HEADROOM - rows - cache - settings.staging_slots * stride
     fit = max(min(room // (layers * stride), g.experts), 0)

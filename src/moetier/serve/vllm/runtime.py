@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing.util
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,9 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
         max_tokens = settings.planned_tokens  # more tokens are the device's alone
     own = _of_rank(settings, rank, ranks)
     if own.slots and own.threads is None:
-        own = own.model_copy(update={"threads": hybrid_threads(len(own.cpus or machine.allowed_cpus()))})
+        own = own.model_copy(
+            update={"threads": hybrid_threads(machine.default_threads(own.cpus or machine.allowed_cpus()))}
+        )
     tiers = TieredModel(own, store, records, max_tokens, checkpoint, rank, ranks)
     if settings.counters_folder is not None:
         tiers.at_close(Publisher(tiers, settings.counters_folder).close)
@@ -99,9 +102,13 @@ def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
         def failed(error: MoetierError) -> None:
             with contextlib.suppress(MoetierError), reported(tiers.settings.failure_file):
                 raise error
+            if tiers.part.ranks > 1:  # the others wait for it in a collective; vLLM sees only a process that ends
+                os._exit(1)
 
         checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
         model = open_hybrid(tiers, served_layers(checkpoint, tiers.store, vllm_config), vllm_config, failed)
+        if tiers.settings.check_at_end:
+            tiers.at_close(model.check_integrity)
         tiers.at_close(model.close)
         _hybrids[tiers.settings] = model
     return _hybrids[tiers.settings]
@@ -169,7 +176,7 @@ def begin_step(step: Step, tokens: int) -> None:
         model.context.step = step
         model.context.real = True
     for hybrid in _hybrids.values():
-        hybrid.before_step(tokens, step)
+        hybrid.before_step(tokens)
 
 
 def end_step(step: Step) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.logger import init_logger
@@ -36,25 +38,40 @@ class StepAware:
         return result
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, after the tiers have heard of the step.
-
-        Where the model is spread over ranks, one that fails ends its process: the others wait for it in a collective,
-        and vLLM ends them all only when it sees a process end.
-        """
-        tokens = scheduler_output.total_num_scheduled_tokens
-        step = step_of(scheduler_output)
+        """As vLLM's, after the tiers have heard of the step."""
+        tokens, step = scheduler_output.total_num_scheduled_tokens, step_of(scheduler_output)
         if tokens:
-            runtime.begin_step(step, tokens)
-        try:
+            runtime.begin_step(step, tokens + self._drafted(step))
+        with _ends_alone():
             result = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
             if tokens:
                 runtime.end_step(step)
-            return result
-        except BaseException:
-            if runtime.ranks() > 1:
-                logger.error("moetier: this rank failed and ends, so that no other waits for it:\n%s", _trace())
-                os._exit(1)
-            raise
+        return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's: what the device could not do shows here."""
+        with _ends_alone():
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+
+    def _drafted(self, step: Step) -> int:
+        """Tokens that a drafter may run in a step beside the scheduled ones: a block of guesses runs at once."""
+        speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        return step.sequences * (speculative.num_speculative_tokens + 1) if speculative is not None else 0
+
+
+@contextmanager
+def _ends_alone() -> Iterator[None]:
+    """Where the model is spread over ranks, one that fails ends its process.
+
+    The others wait for it in a collective, and vLLM ends them all only when it sees a process end.
+    """
+    try:
+        yield
+    except BaseException:
+        if runtime.ranks() > 1:
+            logger.error("moetier: this rank failed and ends, so that no other waits for it:\n%s", _trace())
+            os._exit(1)
+        raise
 
 
 def _trace() -> str:

@@ -71,6 +71,8 @@ def _engine(vllm_config: Any, settings: Settings) -> list[str]:
         )
     if slots and not cuda:
         problems.append(f"slots {slots}: there is no CUDA device; leave --slots out")
+    if slots and getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        problems.append("sleep mode would discard the device slots; start without --enable-sleep-mode")
     graphs = 0
     if slots and not vllm_config.model_config.enforce_eager:
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0

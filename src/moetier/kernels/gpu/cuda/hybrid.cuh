@@ -184,7 +184,7 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
   __threadfence_system();
   __syncthreads();
   if (thread == 0) {
-    step.awaited = ++step.sequence;
+    step.awaited = step.sequence += step.sequence == ~0u ? 2 : 1;  // 0 is no request's number
     tally(call.counts, PAIRS_CPU, cpu_pairs);
     mail.box->layer = call.layer, mail.box->tokens = tokens, mail.box->streamed = taken;
     __threadfence_system();
