@@ -79,3 +79,18 @@ def test_cpus_are_numbers() -> None:
 def test_empty_path(key: str) -> None:
     with pytest.raises(SettingsError, match=f"'{key}'.*found an empty one"):
         Settings.parse({"store": "s", key: ""})
+
+
+@pytest.mark.parametrize(
+    ("slots", "spare", "expected"),
+    [(64, None, 0), (28, None, 7), (1, None, 0), (3, 8, 3), (28, 0, 0), (64, 9, 0)],
+)
+def test_spare_slots(slots: int, spare: int | None, expected: int) -> None:
+    settings = Settings.parse({"store": "s", "slots": slots, "spare_slots": spare})
+    assert settings.spare_of(slots, experts=64) == expected
+
+
+@pytest.mark.parametrize("slots", [-1, "-1", True, "half", 1.5])
+def test_slots_that_are_no_number_of_slots(slots: object) -> None:
+    with pytest.raises(SettingsError, match="slots"):
+        Settings.parse({"store": "s", "slots": slots})

@@ -138,6 +138,12 @@ class Settings(BaseModel):
             return None
         return int(experts * float(self.dram_records[:-1]) / 100)
 
+    def spare_of(self, slots: int, experts: int) -> int:
+        """How many of the `slots` of a layer may be refilled: a quarter, or as said; none where all are resident."""
+        if slots == experts:
+            return 0
+        return slots // 4 if self.spare_slots is None else min(self.spare_slots, slots)
+
     @property
     def heat_path(self) -> Path:
         return self.heat_file or self.store / "heat.json"

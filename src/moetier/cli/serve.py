@@ -106,7 +106,8 @@ def serve(
     if slots is not None:
         values["slots"] = int(slots) if slots.isdecimal() else slots
     values |= _assignments(setting or [])
-    Settings.parse(values)
+    _check_cpus(Settings.parse(values))
+    key = api_key_of(api_key)
     planned, notes = _plan(model, Given.of(values, tuple(context.args)))
     settings = Settings.parse({**(planned.settings if planned else {}), **values})
     request = ServeRequest(
@@ -114,7 +115,7 @@ def serve(
         settings=settings,
         host=host,
         port=port,
-        api_key=api_key_of(api_key),
+        api_key=key,
         kv_cache_gib=kv_cache_gib or max(1.0, planned.kv_cache_gib if planned else 0.0),
         drain_seconds=drain_seconds,
         usage_stats=usage_stats,
@@ -139,8 +140,7 @@ def start(
     """
     settings, model = request.settings, request.model
     check_reachable_only_with_key(request)
-    choose_isa(settings.isa)
-    ThreadPool(settings.threads, settings.cpus).close()
+    _check_cpus(settings)
     _, vllm = launcher.vllm_distribution()
     checkpoint = Checkpoint.open(model)
     if not skip_support_check:
@@ -185,6 +185,12 @@ def _plan(model: Path, given: Given) -> tuple[Serving | None, tuple[str, ...]]:
             raise
         return None, (f"no plan: {error}",)
     return planned, tuple(planned.lines())
+
+
+def _check_cpus(settings: Settings) -> None:
+    """SettingsError where this machine lacks the instruction set, CPUs or threads that were asked for."""
+    choose_isa(settings.isa)
+    ThreadPool(settings.threads, settings.cpus).close()
 
 
 def _check_new(path: Path | None) -> None:
@@ -267,14 +273,22 @@ def _place(
     ranks = tensor_parallel_size(request.extra)
     other = ENGINE_BYTES + cache + (dense if on_cpu else 0)
     records = records_that_fit(request.settings, store, layers, other, ranks)
+    slots = min(request.settings.slots, experts) if isinstance(request.settings.slots, int) else 0
+    resident = slots - request.settings.spare_of(slots, experts)  # which DRAM does not hold too
+    held = min(records, experts - resident)
+    on_disk = (experts - resident - held) * layers
     tiers = [
-        {"tier": "DRAM", "records": records * layers, "bytes": records * layers * stride},
-        {"tier": "disk", "records": (experts - records) * layers, "bytes": (experts - records) * layers * stride},
+        {"tier": "DRAM", "records": held * layers, "bytes": held * layers * stride},
+        {"tier": "disk", "records": on_disk, "bytes": on_disk * stride},
         {"tier": "staging (DRAM)", "records": None, "bytes": request.settings.staging_records * stride},
         {"tier": "dense weights", "records": None, "bytes": dense},
     ]
     if on_cpu:
         tiers.append({"tier": "KV cache", "records": None, "bytes": cache})
+    if request.settings.slots:
+        size = slots * layers * stride if slots else None
+        name = "device slots" if slots else "device slots (what fits)"
+        tiers.insert(0, {"tier": name, "records": slots * layers if slots else None, "bytes": size or 0})
     report = {
         "model": str(checkpoint.path),
         "store": str(store.path),
@@ -312,6 +326,9 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         table.add_row(tier["tier"], records, f"{tier['bytes'] / 2**20:,.1f}")
     console.print(table)
     cpus = ", ".join(str(cpu) for cpu in report["compute_cpus"])
-    console.print(f"experts ({report['contract']}) and attention take turns on CPUs {cpus}")
+    if any(tier["tier"].startswith("device slots") for tier in report["tiers"]):
+        console.print(f"experts ({report['contract']}) without a slot are computed by CPUs {cpus}, or streamed")
+    else:
+        console.print(f"experts ({report['contract']}) and attention take turns on CPUs {cpus}")
     if report["requantized"]:
         console.print("the store's experts are re-quantized: not the checkpoint's released precision")

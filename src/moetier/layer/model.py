@@ -152,13 +152,15 @@ class TieredModel:
         if self._stop.is_set():
             return
         self._stop.set()
-        for last in self._at_close:
-            last()
-        self._saver.join()
-        self.save_heat()
-        self.reader.close()
-        self.pool.close()
-        self.context.close()
+        try:
+            for last in self._at_close:
+                last()
+        finally:
+            self._saver.join()
+            self.save_heat()
+            self.reader.close()
+            self.pool.close()
+            self.context.close()
 
     def __enter__(self) -> TieredModel:
         return self

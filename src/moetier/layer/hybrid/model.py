@@ -51,10 +51,8 @@ class SlotPlan:
 
     @classmethod
     def of(cls, settings: Settings, layers: int, slots: int, experts: int) -> SlotPlan:
-        """`slots` for each layer of `experts`; a quarter of them spare unless the settings say otherwise."""
-        spare = slots // 4 if settings.spare_slots is None else min(settings.spare_slots, slots)
-        if slots == experts:
-            spare = 0  # everything is resident
+        """`slots` for each layer of `experts`."""
+        spare = settings.spare_of(slots, experts)
         staging, tokens = settings.staging_slots, settings.planned_tokens
         return cls(layers, slots - spare, spare, staging, tokens, settings.fills_per_step)
 
