@@ -180,9 +180,11 @@ def test_a_measurement_that_is_ended_leaves_nothing(number: signal.Signals, tmp_
     folder.mkdir()
     script = "\n".join(
         (
+            "import signal",
             "from pathlib import Path",
             "from moetier.doctor.measure import disk",
             "from moetier.doctor.probe.disk import probe_disk",
+            "signal.signal(signal.SIGINT, signal.default_int_handler)",  # a background job inherits that it is ignored
             "disk.SECONDS, disk.SPAN, disk.PIECE = 600, 4 << 20, 1 << 20",
             "found = probe_disk(Path('data'))",
             "print('begun', flush=True)",
@@ -193,10 +195,13 @@ def test_a_measurement_that_is_ended_leaves_nothing(number: signal.Signals, tmp_
         [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == b"begun\n"
-    time.sleep(1)
-    process.send_signal(number)
-    assert process.wait(timeout=30) != 0
+    try:
+        assert process.stdout.readline() == b"begun\n"
+        time.sleep(1)
+        process.send_signal(number)
+        assert process.wait(timeout=30) != 0
+    finally:
+        process.kill()
     assert list(folder.iterdir()) == []
 
 
