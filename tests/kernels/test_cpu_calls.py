@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -343,9 +344,13 @@ def test_pools_that_cannot_be(threads, cpus):
 
 
 def worker_affinities():
-    mine = threading.get_native_id()
-    threads = (int(task.name) for task in Path("/proc/self/task").iterdir())
-    return {thread: os.sched_getaffinity(thread) for thread in threads if thread != mine}
+    """Affinity of every other thread of this process that lives."""
+    mine, found = threading.get_native_id(), {}
+    for thread in (int(task.name) for task in Path("/proc/self/task").iterdir()):
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            if thread != mine:
+                found[thread] = os.sched_getaffinity(thread)
+    return found
 
 
 def test_workers_leave_the_creators_pinning(layer, step):
