@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier import machine
-from moetier.formats import Family, LayerGeometry, RecordLayout
+from moetier.bench.kernel import make_records
+from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import CpuExperts, ThreadPool, integer_peak, read_bandwidth
 from moetier.kernels.cpu.isa import machine_isas
 
@@ -30,21 +31,6 @@ ISAS = ("amxbf16", "amx", "avx512", "avx512vnni")
 LAYER_TOKENS = (1, 4, 16, 64, 512)
 ROWS_AN_EXPERT = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64, 128, 512)
 ROUNDS = 9
-
-
-def make_records(geometry: LayerGeometry) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
-    """Random codes and usual scales; the first record's codes, moved on a line for each expert after it."""
-    layout = RecordLayout.of(geometry)
-    rng = np.random.default_rng(0)
-    raw = np.empty(geometry.experts * layout.stride + 4096, np.uint8)
-    start = -raw.ctypes.data % 4096
-    memory = raw[start : start + geometry.experts * layout.stride].reshape(geometry.experts, layout.stride)
-    first_scale = layout.sections[0].scales
-    codes = rng.integers(0, 256, first_scale, dtype=np.uint8)
-    for expert in range(geometry.experts):
-        memory[expert, :first_scale] = np.roll(codes, 64 * expert)
-    memory[:, first_scale:] = rng.integers(116, 124, layout.stride - first_scale, dtype=np.uint8)
-    return memory, np.array([record.ctypes.data for record in memory], np.uint64)
 
 
 def make_step(geometry: LayerGeometry, tokens: int, rng: np.random.Generator) -> tuple[NDArray[Any], ...]:

@@ -19,22 +19,18 @@ import math
 import platform
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from openai import AsyncOpenAI
+from server import MODEL, start
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = "nano-mxfp4"
 BEFORE, AFTER = 40, 20
 """Tokens of each stream before the prompt comes, and after its first token."""
 
@@ -51,7 +47,12 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for chunk in arguments.chunks:
-            process, port = start(Path(folder), chunk, arguments.dram_records)
+            process, port = start(
+                Path(folder),
+                str(chunk),
+                ["--dram-records", arguments.dram_records],
+                ["--max-num-batched-tokens", str(chunk), "--no-enable-prefix-caching"],
+            )
             try:
                 for streams in arguments.streams:
                     rounds = [asyncio.run(measure(port, streams, arguments.prompt)) for _ in range(arguments.rounds)]
@@ -65,25 +66,6 @@ def main() -> int:
     report = {"machine": f"{platform.machine()}, {cpus} CPUs", "dram_records": arguments.dram_records, "rows": rows}
     print(json.dumps(report))
     return int(any(one["p99_gap_ms"] > 2 * one["chunk_ms"] for one in rows))
-
-
-def start(folder: Path, chunk: int, dram_records: str) -> tuple[subprocess.Popen[bytes], int]:
-    """A server that answers, and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    command = [str(Path(sys.executable).with_name("moetier")), "serve", str(ROOT / "models" / MODEL)]
-    command += ["--store", str(folder / "store"), "--build-store", "--dram-records", dram_records, "--port", str(port)]
-    command += ["--log-file", str(folder / f"log-{chunk}"), "--kv-cache-gib", "0.25", "--"]
-    command += ["--max-num-batched-tokens", str(chunk), "--no-enable-prefix-caching"]
-    process = subprocess.Popen(command)
-    while process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return process, port
-        except OSError:
-            time.sleep(0.5)
-    raise SystemExit(f"the server did not start: exit code {process.returncode}")
 
 
 class Stream:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,11 +28,11 @@ from typing import Any
 
 import psutil
 from openai import OpenAI, OpenAIError
+from server import MODEL, ROOT, start
 
 from moetier.eval.ask import Server, ask, client
 from moetier.eval.items import Item, load_set
 
-ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("arithmetic", "copy", "json", "toolcalls")
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "glm45", "--reasoning-parser", "glm45")
 
@@ -47,7 +45,13 @@ def main() -> int:
     parser.add_argument("--dram-records", default="25%")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        process, port = start(Path(folder), arguments.dram_records)
+        process, port = start(
+            Path(folder),
+            "soak",
+            ["--dram-records", arguments.dram_records, "--set", "check_at_end=true"],
+            PARSERS,
+            {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"},
+        )
         try:
             report = soak(process, port, arguments.minutes * 60, arguments.clients)
             report |= counted(port)
@@ -63,28 +67,9 @@ def main() -> int:
     return int(not sound)
 
 
-def start(folder: Path, dram_records: str) -> tuple[subprocess.Popen[bytes], int]:
-    """A server that answers, and its port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    command = [str(Path(sys.executable).with_name("moetier")), "serve", str(ROOT / "models" / "nano-mxfp4")]
-    command += ["--store", str(folder / "store"), "--build-store", "--dram-records", dram_records, "--port", str(port)]
-    command += ["--log-file", str(folder / "log"), "--kv-cache-gib", "0.25", "--set", "check_at_end=true"]
-    command += ["--", *PARSERS]
-    process = subprocess.Popen(command, env={**os.environ, "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"})
-    while process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return process, port
-        except OSError:
-            time.sleep(0.5)
-    raise SystemExit(f"the server did not start: exit code {process.returncode}")
-
-
 def soak(process: subprocess.Popen[bytes], port: int, seconds: float, clients: int) -> dict[str, Any]:
     """Ask until the time is over."""
-    server = Server(f"http://127.0.0.1:{port}/v1", "nano-mxfp4", None, 256)
+    server = Server(f"http://127.0.0.1:{port}/v1", MODEL, None, 256)
     items: list[Item] = [item for task in TASKS for item in load_set(ROOT / "models" / "eval" / f"{task}.jsonl")]
     end = time.monotonic() + seconds
     scores: dict[str, list[bool]] = {task: [] for task in TASKS}

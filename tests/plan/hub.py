@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tests.store.hub import running
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -69,15 +70,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[SparseHub]:
+def serving(folder: Path) -> AbstractContextManager[SparseHub]:
     """Run a hub in threads of this process."""
-    hub = SparseHub(folder)
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()
+    return running(SparseHub(folder))

@@ -10,9 +10,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TypeVar
+
+Server = TypeVar("Server", bound=ThreadingHTTPServer)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_secret"
@@ -127,14 +130,18 @@ def _entry(hub: Hub, path: Path) -> dict[str, object]:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Hub]:
-    """Run a hub in threads of this process."""
-    hub = Hub(folder)
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+def running(server: Server) -> Iterator[Server]:
+    """Answer in threads of this process."""
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield hub
+        yield server
     finally:
-        hub.shutdown()
-        hub.server_close()
+        server.shutdown()
+        server.server_close()
         thread.join()
+
+
+def serving(folder: Path) -> AbstractContextManager[Hub]:
+    """Run a hub in threads of this process."""
+    return running(Hub(folder))

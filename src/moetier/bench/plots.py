@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from moetier.bench.result import Result
-from moetier.bench.roofline import BOTTOM, COLOURS, FONT, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis
+from moetier.bench.roofline import BOTTOM, COLOURS, FONT, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, frame
 
 Point = tuple[float, float, float, float]
 """x, y, and the low and high end of y."""
@@ -37,7 +37,7 @@ def line_plot(title: str, x_label: str, y_label: str, series: Mapping[str, Seque
         f"<title>{escape(title)}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-size="13">{escape(title)}</text>',
-        *_frame(x, y, sorted({p[0] for p in every}), x_label, y_label),
+        *frame(x, y, sorted({p[0] for p in every}), x_label, y_label),
     ]
     at = float(LEFT)
     for index, (name, points) in enumerate(drawn.items()):
@@ -46,23 +46,6 @@ def line_plot(title: str, x_label: str, y_label: str, series: Mapping[str, Seque
         parts.append(f'<text x="{at:.0f}" y="38" fill="{colour}">{escape(name)}</text>')
         at += 7 * len(name) + 24
     return "\n".join([*parts, "</svg>\n"])
-
-
-def _frame(x: Axis, y: Axis, marks: Sequence[float], x_label: str, y_label: str) -> Iterator[str]:
-    """The measured x values are the marks; y has 1, 2, 5 of each decade."""
-    for mark in marks:
-        at = x.at(mark)
-        yield f'<path d="M{at:.1f} {y.start}V{y.end}" stroke="#eee"/>'
-        yield f'<text x="{at:.1f}" y="{y.start + 16}" text-anchor="middle">{mark:g}</text>'
-    for tick in y.ticks():
-        at = y.at(tick)
-        yield f'<path d="M{x.start} {at:.1f}H{x.end}" stroke="#eee"/>'
-        yield f'<text x="{x.start - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>'
-    yield f'<path d="M{x.start} {y.end}V{y.start}H{x.end}" stroke="black" fill="none"/>'
-    yield f'<text x="{(x.start + x.end) / 2}" y="{HEIGHT - 16}" text-anchor="middle">{escape(x_label)}</text>'
-    middle = (y.start + y.end) / 2
-    turned = f'text-anchor="middle" transform="rotate(-90 16 {middle})"'
-    yield f'<text x="16" y="{middle}" {turned}>{escape(y_label)}</text>'
 
 
 def _line(points: Sequence[Point], x: Axis, y: Axis, colour: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -49,7 +49,7 @@ def roofline_svg(result: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {FONT}>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-size="13">{escape(_title(result))}</text>',
-        *_axes(x, y),
+        *frame(x, y, x.ticks(), "operations a byte of expert weights", "operations a second, 1e9"),
     ]
     for index, ((isa, threads), rows) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
@@ -66,21 +66,21 @@ def _title(result: dict[str, Any]) -> str:
     return f"One layer call, {size}, top-{shape['top_k']}: {result['machine']['cpu']}"
 
 
-def _axes(x: Axis, y: Axis) -> Iterator[str]:
-    for tick in x.ticks():
-        at = x.at(tick)
+def frame(x: Axis, y: Axis, marks: Iterable[float], x_label: str, y_label: str) -> Iterator[str]:
+    """Axes with a line at each of `marks` on x and at 1, 2, 5 of each decade on y."""
+    for mark in marks:
+        at = x.at(mark)
         yield f'<path d="M{at:.1f} {y.start}V{y.end}" stroke="#eee"/>'
-        yield f'<text x="{at:.1f}" y="{y.start + 16}" text-anchor="middle">{tick:g}</text>'
+        yield f'<text x="{at:.1f}" y="{y.start + 16}" text-anchor="middle">{mark:g}</text>'
     for tick in y.ticks():
         at = y.at(tick)
         yield f'<path d="M{x.start} {at:.1f}H{x.end}" stroke="#eee"/>'
         yield f'<text x="{x.start - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>'
     yield f'<path d="M{x.start} {y.end}V{y.start}H{x.end}" stroke="black" fill="none"/>'
-    middle = (x.start + x.end) / 2
-    yield f'<text x="{middle}" y="{HEIGHT - 16}" text-anchor="middle">operations a byte of expert weights</text>'
-    yield f'<text x="16" y="{(y.start + y.end) / 2}" text-anchor="middle" ' + (
-        f'transform="rotate(-90 16 {(y.start + y.end) / 2})">operations a second, 1e9</text>'
-    )
+    yield f'<text x="{(x.start + x.end) / 2}" y="{HEIGHT - 16}" text-anchor="middle">{escape(x_label)}</text>'
+    middle = (y.start + y.end) / 2
+    turned = f'text-anchor="middle" transform="rotate(-90 16 {middle})"'
+    yield f'<text x="16" y="{middle}" {turned}>{escape(y_label)}</text>'
 
 
 def _roof(rows: list[dict[str, Any]], x: Axis, y: Axis, colour: str) -> Iterator[str]:

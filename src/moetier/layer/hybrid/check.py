@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from moetier.errors import MoetierError
 from moetier.kernels.gpu.hybrid import ALL_CPU, ALL_STREAM, HybridPath
 from moetier.layer.hybrid.layer import HybridLayer
+from moetier.layer.selfcheck import TOKENS, Checked, IdentityError
 from moetier.residency.device import ABSENT
-
-TOKENS = (1, 4, 1, 16)
-"""Of the calls, in turn."""
-
-
-class DeviceIdentityError(MoetierError):
-    """Two paths of a layer call differ in a bit on this machine."""
-
-    exit_code = 1
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What was compared."""
-
-    calls: int
-    comparisons: int
 
 
 def check_paths(layers: Sequence[HybridLayer], path: HybridPath, streams: bool, calls: int) -> Checked:
     """Each call by its slots and what the plan makes of the rest; all by the CPU; and streamed where DRAM has records.
 
     streams: whether the host can have a call streamed. Half of a call's experts have slots, as far as there are such.
-    Experts without a record in DRAM are read from disk for the CPU. DeviceIdentityError names the paths.
+    Experts without a record in DRAM are read from disk for the CPU. IdentityError names the paths.
     """
     generator = torch.Generator().manual_seed(0)
     path.live.fill_(path.tokens)
-    compared = 0
+    compared, names = 0, dict.fromkeys(["device slots"])
     for number in range(calls):
         layer = layers[number % len(layers)]
         tokens = min(TOKENS[number % len(TOKENS)], path.tokens)
@@ -57,14 +40,15 @@ def check_paths(layers: Sequence[HybridLayer], path: HybridPath, streams: bool, 
         for name, found in bits.items():
             differ = int((found.view(torch.int16) != first.view(torch.int16)).sum())
             compared += 1
+            names[name] = None
             if differ:
-                raise DeviceIdentityError(
+                raise IdentityError(
                     f"identity check: the paths 'device slots' and {name!r} differ in {differ} of {x.numel()} values "
                     f"of a call of layer {layer.index} with {tokens} tokens: expected equal bits. Nothing is served. "
                     "Check the memory of the machine and of the GPU (nvidia-smi -q -d ECC), or report it with "
                     "`moetier doctor --json`"
                 )
-    return Checked(calls, compared)
+    return Checked(calls, compared, tuple(names))
 
 
 def _random_call(

@@ -17,12 +17,13 @@ from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu.base import Sizes
 from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, pinned
 from moetier.layer.fetch import Fetcher
-from moetier.layer.hybrid.check import Checked, check_paths
+from moetier.layer.hybrid.check import check_paths
 from moetier.layer.hybrid.layer import HybridLayer, Shared
 from moetier.layer.hybrid.rates import measure_costs
 from moetier.layer.hybrid.refill import Refiller, Told
 from moetier.layer.hybrid.stream import Streamer
 from moetier.layer.model import TieredModel
+from moetier.layer.selfcheck import Checked
 from moetier.residency import POLICIES, UNKNOWN, DramTier, Step
 from moetier.residency.device import DeviceSlots
 from moetier.residency.registered import Registered
@@ -177,7 +178,7 @@ class HybridModel:
     def prepare(self, calls: int) -> Checked:
         """All layers are attached: check `calls` random calls over all paths, and measure what a miss costs here.
 
-        DeviceIdentityError where two paths differ in a bit.
+        IdentityError where two paths differ in a bit.
         """
         checked = check_paths(self.layers, self.path, self._shared.streamer is not None, calls)
         self.set_costs(self._measure())
