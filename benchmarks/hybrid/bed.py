@@ -12,10 +12,11 @@ import torch
 
 from moetier.formats import Family, LayerGeometry, RecordLayout
 from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
-from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
+from moetier.kernels.cpu.mailbox import Mailbox
 from moetier.kernels.gpu import DeviceExperts
 from moetier.kernels.gpu.base import Sizes
 from moetier.kernels.gpu.hybrid import COUNTS, Costs, HybridPath, LayerTables, pinned
+from moetier.layer.hybrid.model import mail_arrays
 from moetier.layer.hybrid.rates import measure_costs
 from moetier.residency.arena import Arena
 from moetier.residency.device import DeviceSlots
@@ -122,12 +123,9 @@ class Hybrid:
         self.memory = torch.zeros((count * per_layer + STAGING, bed.layout.stride), dtype=torch.uint8, device="cuda")
         staging = range(count * per_layer, count * per_layer + STAGING)
         self.path = HybridPath(bed.sizes, TOKENS, self.memory, staging, bed.layout.stride, costs, PATIENCE)
-        mail = self.path.mail
-        arrays = MailArrays(
-            mail.box.numpy(), mail.ids.numpy(), mail.weights.numpy(), mail.x.view(torch.uint16).numpy(),
-            mail.streamed.numpy(), mail.rows.numpy(),
-        )  # fmt: skip
-        self.mailbox = Mailbox(bed.kernel, bed.pool, arrays, [bed.table(layer) for layer in range(count)])
+        self.mailbox = Mailbox(
+            bed.kernel, bed.pool, mail_arrays(self.path.mail), [bed.table(layer) for layer in range(count)]
+        )
         self.heat = torch.zeros((count, g.experts), dtype=torch.int32, device="cuda")
         self._counts = torch.zeros((count, len(COUNTS)), dtype=torch.int64, device="cuda")
         self.slots: list[DeviceSlots] = []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moetier.errors import MoetierError
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu.base import Sizes
-from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, pinned
+from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, Mail, pinned
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.check import check_paths
 from moetier.layer.hybrid.layer import HybridLayer, Shared
@@ -105,16 +105,9 @@ class HybridModel:
         self.layers: list[HybridLayer] = []
         self._refiller: Refiller | None = None
         self._closed = threading.Event()
-        mail = self.path.mail
-        arrays = MailArrays(
-            mail.box.numpy(),
-            mail.ids.numpy(),
-            mail.weights.numpy(),
-            mail.x.view(torch.uint16).numpy(),
-            mail.streamed.numpy(),
-            mail.rows.numpy(),
+        self._mailbox = Mailbox(
+            tiers.kernel, tiers.pool, mail_arrays(self.path.mail), [self._addresses(i) for i in range(layers)]
         )
-        self._mailbox = Mailbox(tiers.kernel, tiers.pool, arrays, [self._addresses(i) for i in range(layers)])
         self._helper = threading.Thread(target=self._help, name="moetier-helper", daemon=True)
         self._helper.start()
 
@@ -283,3 +276,15 @@ class HybridModel:
         self._helper.join()
         self._look_whether_late()
         self._registered.close()
+
+
+def mail_arrays(mail: Mail) -> MailArrays:
+    """The mailbox's memory as the CPU's end sees it."""
+    return MailArrays(
+        mail.box.numpy(),
+        mail.ids.numpy(),
+        mail.weights.numpy(),
+        mail.x.view(torch.uint16).numpy(),
+        mail.streamed.numpy(),
+        mail.rows.numpy(),
+    )
