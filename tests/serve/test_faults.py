@@ -12,6 +12,7 @@ import pytest
 from moetier.residency.trace import Trace
 from moetier.store.build import build_store
 from moetier.store.verify import verify_store
+from tests.serve.damage import flip_a_bit_of_every_record
 from tests.serve.server import Server, serving
 from tests.serve.streaming import Request
 
@@ -33,15 +34,6 @@ def worker(server: Server) -> psutil.Process:
     return found
 
 
-def flip_a_bit_of_every_record(path: Path, stride: int) -> None:
-    with path.open("r+b") as file:
-        for start in range(0, path.stat().st_size, stride):
-            file.seek(start + 100)
-            (byte,) = file.read(1)
-            file.seek(start + 100)
-            file.write(bytes([byte ^ 1]))
-
-
 def test_stopped_then_no_disk_then_a_killed_thread(nano: Path, store: Path, tmp_path: Path) -> None:
     """One server, since each takes long to start; with every expert read from disk for every token."""
     options = ("--record", str(tmp_path / "trace"), "--set", "heat_save_seconds=1")
@@ -57,8 +49,7 @@ def test_stopped_then_no_disk_then_a_killed_thread(nano: Path, store: Path, tmp_
 
         # Nothing more can be written: not heat, not the trace, not counters, not a record that was healed.
         process.rlimit(psutil.RLIMIT_FSIZE, (0, 0))
-        stride = (store / "layer-00001.records").stat().st_size // 32
-        flip_a_bit_of_every_record(store / "layer-00001.records", stride)
+        flip_a_bit_of_every_record(store, layer=0)
         assert Request(server).whole() == right
         assert verify_store(store).bad, "healed in memory only"
         assert server.healthy()

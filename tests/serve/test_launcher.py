@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moetier.store.build import build_store
-from moetier.store.store import Store
+from tests.serve.damage import flip_a_bit_of_every_record, zero_the_weights
 from tests.serve.server import Server, free_port, refused, serving
 from tests.serve.sparse import huge
 from tests.serve.streaming import LONG, Request
@@ -229,26 +229,6 @@ def test_flipped_bytes_that_cannot_be_healed_stop_the_start(model: Path, store: 
         assert server.wait_exit() == 2
         check_names_the_record(server.error, store, layer=1)
     assert content(store) == before
-
-
-def flip_a_bit_of_every_record(store: Path, layer: int) -> None:
-    with Store.open(store) as opened:
-        path, stride = opened.record_file(layer), opened.layout.stride
-    with path.open("r+b") as file:
-        for start in range(0, path.stat().st_size, stride):
-            file.seek(start + 100)
-            (byte,) = file.read(1)
-            file.seek(start + 100)
-            file.write(bytes([byte ^ 1]))
-
-
-def zero_the_weights(model: Path) -> None:
-    """What lies behind the header; so it is still the same checkpoint by its identity."""
-    (shard,) = model.glob("*.safetensors")
-    size = shard.stat().st_size
-    with shard.open("r+b") as file:
-        file.truncate(8 + int.from_bytes(file.read(8), "little"))
-        file.truncate(size)
 
 
 def check_names_the_record(error: str, store: Path, layer: int) -> None:

@@ -14,6 +14,7 @@ from moetier.residency import Part
 from moetier.serve.counting import Snapshot, read_snapshots
 from moetier.store.build import build_store
 from moetier.store.store import Store
+from tests.serve.damage import zero_the_weights
 from tests.serve.engine import moetier, run_engine
 from tests.serve.server import Server, serving
 from tests.serve.streaming import Request
@@ -101,15 +102,6 @@ def test_ranks_that_do_not_divide_the_slices_are_refused(nano: Path, store: Path
         assert server.wait_exit() == 2
         assert "tensor-parallel size 4: expected one that divides the 2 slices" in server.error
     assert server.error.count("moetier store build --slices 4") == 1
-
-
-def zero_the_weights(model: Path) -> None:
-    """What lies behind the header; so it is still the same checkpoint by its identity."""
-    (shard,) = model.glob("*.safetensors")
-    size = shard.stat().st_size
-    with shard.open("r+b") as file:
-        file.truncate(8 + int.from_bytes(file.read(8), "little"))
-        file.truncate(size)
 
 
 def spoil_second_slices(store: Path) -> None:
