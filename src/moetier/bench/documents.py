@@ -133,6 +133,8 @@ class Suite(Frozen):
     """How often the server is started, for the boot-to-boot band; the probes run after the last start."""
     most_foreign_cpus: float | None = Field(None, ge=0)
     """Cells measured while other processes used more CPUs than this are null; None: it is only recorded."""
+    check_at_end: bool = False
+    """Whether the server compares its tables and bytes when it ends, after the probes."""
     probes: tuple[AnyProbe, ...]
 
     @model_validator(mode="after")

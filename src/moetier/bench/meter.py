@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,27 @@ STAT = Path("/proc/stat")
 
 @dataclass(frozen=True)
 class Mark:
-    """Readings of one moment. busy: CPU seconds of our CPUs, by anyone; own: by the server and us; joules: None where
-    nothing can be read.
+    """Readings of one moment. busy: CPU seconds of our CPUs, by anyone; own: by the server and us; joules: of each
+    energy counter, None where one cannot be read.
     """
 
     at: float
     busy: float
     own: float
-    joules: float | None
+    joules: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class EnergyCounter:
+    """A counter of joules. wraps: where it begins again at zero; None: nowhere."""
+
+    name: str
+    read: Callable[[], float]
+    wraps: float | None = None
+
+    def between(self, before: float, after: float) -> float:
+        """Joules from one reading to the next, which is less than one round later."""
+        return after - before if after >= before or self.wraps is None else after - before + self.wraps
 
 
 class Footprint(Frozen):
@@ -49,8 +63,13 @@ class Meter:
         """Find out what can be read."""
         self._root = root
         self._cpus = set(machine.allowed_cpus())
-        self._rapl = [path for path in rapl_domains(POWERCAP) if os.access(path, os.R_OK)]
         self._gpus = nvml_devices()
+        self._energy = (*rapl_counters(POWERCAP), *nvml_counters(self._gpus))
+
+    @property
+    def energy_of(self) -> tuple[str, ...]:
+        """What joules count: the CPUs' packages, the devices; nothing where none can be read."""
+        return tuple(counter.name for counter in self._energy)
 
     def family(self) -> list[psutil.Process]:
         """The server's processes."""
@@ -75,7 +94,10 @@ class Meter:
     def joules(self, since: Mark) -> float | None:
         """Energy of packages and devices since then."""
         now = self._joules()
-        return None if now is None or since.joules is None else round(now - since.joules, 3)
+        if now is None or since.joules is None:
+            return None
+        pairs = zip(self._energy, since.joules, now, strict=True)
+        return round(sum(counter.between(before, after) for counter, before, after in pairs), 3)
 
     def footprint(self) -> Footprint | None:
         """What the server's processes hold now; None where the server is not ours."""
@@ -109,13 +131,14 @@ class Meter:
         for process in (*self.family(), psutil.Process()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                total += times.user + times.system
+                total += times.user + times.system + times.children_user + times.children_system
         return total
 
-    def _joules(self) -> float | None:
-        readings = [int(path.read_text()) / 1e6 for path in self._rapl]
-        readings += [library.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3 for library, device in self._gpus]
-        return sum(readings) if readings else None
+    def _joules(self) -> tuple[float, ...] | None:
+        try:
+            return tuple(counter.read() for counter in self._energy) or None
+        except Exception:  # of a driver's library too: then there is no figure, and cells say so
+            return None
 
 
 def busy_seconds(stat: str, cpus: set[int]) -> float:
@@ -129,9 +152,22 @@ def busy_seconds(stat: str, cpus: set[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def rapl_domains(root: Path) -> list[Path]:
-    """Energy counters of whole packages; their parts would count twice."""
-    return sorted(root.glob("intel-rapl:[0-9]*/energy_uj")) if root.is_dir() else []
+def rapl_counters(root: Path) -> list[EnergyCounter]:
+    """Of whole packages, where the kernel lets us read them; their parts, and the platform, would count twice."""
+    found = []
+    for name in sorted(root.glob("intel-rapl:*/name")):
+        energy = name.with_name("energy_uj")
+        with contextlib.suppress(OSError, ValueError):
+            if name.read_text().startswith("package"):
+                int(energy.read_text())
+                wraps = int(name.with_name("max_energy_range_uj").read_text()) / 1e6
+                read = partial(_microjoules, energy)
+                found.append(EnergyCounter(f"RAPL {name.read_text().strip()}", read, wraps))
+    return found
+
+
+def _microjoules(path: Path) -> float:
+    return int(path.read_text()) / 1e6
 
 
 def nvml_devices() -> list[tuple[Any, Any]]:
@@ -146,6 +182,24 @@ def nvml_devices() -> list[tuple[Any, Any]]:
     except Exception:  # a missing library, driver or right: then there is nothing to read, and cells say so
         return []
     return [(pynvml, device) for device in devices]
+
+
+def nvml_counters(devices: Sequence[tuple[Any, Any]]) -> list[EnergyCounter]:
+    """Of each device, all of it, by whomever it is used."""
+    found = []
+    for library, device in devices:
+        read = partial(_millijoules, library, device)
+        found.append(EnergyCounter(f"NVML {text_of(library.nvmlDeviceGetName(device))}", read))
+    return found
+
+
+def _millijoules(library: Any, device: Any) -> float:
+    return float(library.nvmlDeviceGetTotalEnergyConsumption(device)) / 1e3
+
+
+def text_of(name: str | bytes) -> str:
+    """What NVML calls something; older bindings give bytes."""
+    return name.decode() if isinstance(name, bytes) else name
 
 
 def gpu_mib(devices: Sequence[tuple[Any, Any]], pids: Sequence[int]) -> float | None:

@@ -43,6 +43,13 @@ class Served(Frozen):
     idle_cpus: float | None = None
     """CPUs that the idle server used."""
     idle_watts: float | None = None
+    energy_of: tuple[str, ...] = ()
+    """What joules count."""
+    placed: dict[str, int] = Field(default_factory=dict)
+    """Records by the tier that they were in when it was ready."""
+    right_at_end: int | None = None
+    """Records whose bytes were right when it ended, its tables agreeing; for suites that ask."""
+    wrong_at_end: str | None = None
 
     def cells(self) -> list[Cell]:
         """Start, footprint, idling."""
@@ -58,7 +65,13 @@ class Served(Frozen):
             figure("boot.gpu", "MiB", "lower", [shape.gpu_mib or 0], reason or no_gpu),
             figure("boot.idle_cpus", "CPUs", "lower", [self.idle_cpus or 0], reason),
             figure("boot.idle_power", "W", "lower", [self.idle_watts or 0], reason or no_watts),
+            *self._end(),
         ]
+
+    def _end(self) -> list[Cell]:
+        if self.right_at_end is None and self.wrong_at_end is None:
+            return []
+        return [figure("end.records_right", "records", None, [self.right_at_end or 0], self.wrong_at_end)]
 
 
 def tier_cells(before: dict[str, float], after: dict[str, float]) -> list[Cell]:
@@ -85,11 +98,14 @@ class Section(Frozen):
 
 
 class Load(Frozen):
-    """Load averages of the machine, before and after. busiest: the most CPUs that others used during a trial."""
+    """Load averages of the machine, before and after. busiest: the most CPUs that others used during a trial; others:
+    how many they used on average, from the server's being ready to the end of the probes.
+    """
 
     before: tuple[float, ...]
     after: tuple[float, ...] = ()
     busiest: float | None = None
+    others: float | None = None
 
 
 class Result(Frozen):

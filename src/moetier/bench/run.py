@@ -35,7 +35,7 @@ from moetier.bench.result import (
     write_result,
 )
 from moetier.bench.samples import Cell
-from moetier.bench.server import Place, command, free_port, serving
+from moetier.bench.server import Place, checked_at_end, command, free_port, placed, serving
 from moetier.eval import EvalError
 
 IDLE_SECONDS = 3.0
@@ -53,6 +53,7 @@ class _Found:
     sections: list[Section] = field(default_factory=list)
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
+    others: float | None = None
     failure: str | None = None
 
 
@@ -79,7 +80,7 @@ class Run:
         except (BenchError, EvalError, aiohttp.ClientError, OSError, TimeoutError) as error:
             found.failure = f"{type(error).__name__}: {error}"
         names = self.place.names(self.root)
-        line = tuple(replaced(word, names) for word in command(self.recipe, self.place))
+        line = tuple(replaced(word, names) for word in command(self.recipe, self.place, self.suite.check_at_end))
         served = found.served or Served(command=line, env=self.recipe.serve.env, start_seconds=tuple(found.starts))
         foreign = [t.foreign_cpus for s in found.sections for t in s.raw.trials if t.foreign_cpus is not None]
         status = "ok" if found.failure is None else "partial" if found.sections else "failed"
@@ -98,7 +99,9 @@ class Run:
                 "software": software(),
                 "model": self.model,
                 "served": served.model_copy(update={"command": line}),
-                "load": Load(before=load, after=load_average(), busiest=max(foreign, default=None)),
+                "load": Load(
+                    before=load, after=load_average(), busiest=max(foreign, default=None), others=found.others
+                ),
                 "corpus_sha256": corpus.sha256(),
                 "counters_before": found.before,
                 "counters_after": found.after,
@@ -112,20 +115,34 @@ class Run:
         """Start as often as the suite asks; probe the last one."""
         for number in range(1, self.suite.starts + 1):
             say(f"{self.recipe.id}: starting the server ({number} of {self.suite.starts})")
-            with serving(self.recipe, self.place) as server:
+            with serving(self.recipe, self.place, self.suite.check_at_end) as server:
                 found.starts.append(round(server.seconds, 3))
                 say(f"{self.recipe.id}: ready after {server.seconds:.1f} s")
                 if number == self.suite.starts:
                     meter = Meter(server.process)
                     found.served = self._idle(meter, found)
+                    mark = meter.mark()
                     asyncio.run(self._probe(server.url, meter, probes, found, say))
+                    found.others = meter.foreign_cpus(mark)
+        if self.suite.check_at_end and self.recipe.serve.engine == "moetier" and found.served is not None:
+            self._ended(found.served, found)
+
+    def _ended(self, served: Served, found: _Found) -> None:
+        """The server is gone: what it said of its tables."""
+        right = checked_at_end(self.recipe, self.place)
+        if isinstance(right, str):
+            found.failure = right
+            right = replaced(right, self.place.names(self.root))
+            found.served = served.model_copy(update={"wrong_at_end": right})
+        else:
+            found.served = served.model_copy(update={"right_at_end": right})
 
     def _idle(self, meter: Meter, found: _Found) -> Served:
         time.sleep(1.0)
         mark = meter.mark()
         time.sleep(IDLE_SECONDS)
         after = meter.mark()
-        joules = None if after.joules is None or mark.joules is None else after.joules - mark.joules
+        joules = meter.joules(mark)
         return Served(
             command=(),
             env=self.recipe.serve.env,
@@ -133,6 +150,8 @@ class Run:
             footprint=meter.footprint(),
             idle_cpus=round((after.own - mark.own) / (after.at - mark.at), 4),
             idle_watts=None if joules is None else round(joules / (after.at - mark.at), 2),
+            energy_of=meter.energy_of,
+            placed=placed(self.place),
         )
 
     async def _probe(self, url: str, meter: Meter, probes: tuple[AnyProbe, ...], found: _Found, say: Say) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -59,16 +61,16 @@ class Served:
     seconds: float
 
 
-def command(recipe: Recipe, place: Place) -> list[str]:
-    """The command line of a recipe's server."""
+def command(recipe: Recipe, place: Place, check_at_end: bool = False) -> list[str]:
+    """The command line of a recipe's server. check_at_end: it compares its tables and bytes when it ends."""
     serve = recipe.serve
     if serve.engine == "moetier":
         return [
-            *(str(Path(sys.executable).with_name("moetier")), "serve", str(place.model)),
+            *(sys.executable, "-m", "moetier", "serve", str(place.model)),
             *("--store", str(place.store), "--build-store", "--port", str(place.port)),
-            *("--log-file", str(place.scratch / "vllm.log")),
+            *("--log-file", str(place.scratch / "vllm.log"), "--json"),
             *(("--kv-cache-gib", str(serve.kv_cache_gib)) if serve.kv_cache_gib else ()),
-            *_settings(serve, place),
+            *_settings(serve, place, {"check_at_end": True} if check_at_end else {}),
             "--",
             *serve.vllm,
         ]
@@ -81,9 +83,9 @@ def command(recipe: Recipe, place: Place) -> list[str]:
     ]
 
 
-def _settings(serve: Serve, place: Place) -> Iterator[str]:
+def _settings(serve: Serve, place: Place, more: dict[str, Any]) -> Iterator[str]:
     """Settings as options. Heat starts empty and stays out of the store: a run does not depend on those before it."""
-    for name, value in {"heat_file": str(place.scratch / "heat.json"), **serve.settings}.items():
+    for name, value in {"heat_file": str(place.scratch / "heat.json"), **serve.settings, **more}.items():
         yield from ("--set", f"{name}={json.dumps(value)}")
 
 
@@ -101,7 +103,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(recipe: Recipe, place: Place) -> Iterator[Served]:
+def serving(recipe: Recipe, place: Place, check_at_end: bool = False) -> Iterator[Served]:
     """Start, wait until it answers as the model that was meant, and end it; BenchError with the log's end if it does
     not come up.
     """
@@ -110,7 +112,7 @@ def serving(recipe: Recipe, place: Place) -> Iterator[Served]:
     began = time.monotonic()
     with output.open("wb") as out:
         process = subprocess.Popen(
-            command(recipe, place),
+            command(recipe, place, check_at_end),
             env=environment(recipe),
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -150,18 +152,35 @@ def _answers(place: Place) -> bool:
     return True
 
 
+def placed(place: Place) -> dict[str, int]:
+    """Records by tier, as the server that is ready has said."""
+    for line in _said(place, "server.out").splitlines():
+        if line.startswith('{"model"'):
+            return {tier["tier"]: tier["records"] for tier in json.loads(line)["tiers"] if tier["records"] is not None}
+    return {}
+
+
+def checked_at_end(recipe: Recipe, place: Place) -> int | str:
+    """Records of DRAM that had the right bytes when the server ended, or what it says went wrong."""
+    log = _said(place, "vllm.log") + _said(place, "server.out")
+    found = re.findall(r"moetier: tables agree, (\d+) records in DRAM", log)
+    slots = not recipe.serve.settings.get("slots") or "moetier: slots agree" in log
+    return sum(map(int, found)) if found and slots else f"the tables were not found to agree: {log_end(place)}"
+
+
+def _said(place: Place, name: str) -> str:
+    path = place.scratch / name
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
 def log_end(place: Place, lines: int = 5) -> str:
     """The last lines of what the server said."""
     for name in ("server.out", "vllm.log"):
-        path = place.scratch / name
-        if path.is_file():
-            text = path.read_text(errors="replace")
-            for marker in ("moetier: error:", "Error:"):
-                found = [line.strip() for line in text.splitlines() if marker in line]
-                if found:
-                    return found[-1][-500:]
-    path = place.scratch / "server.out"
-    return " | ".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.is_file() else "(no output)"
+        for marker in ("moetier: error:", "Error:"):
+            found = [line.strip() for line in _said(place, name).splitlines() if marker in line]
+            if found:
+                return found[-1][-500:]
+    return " | ".join(_said(place, "server.out").splitlines()[-lines:]) or "(no output)"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,17 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import aiohttp
 from pydantic import Field
 
 from moetier.bench.meter import Footprint
-from moetier.bench.probes.base import Probe, Raw, Target
-from moetier.bench.samples import Cell, figure
+from moetier.bench.probes.base import Probe, Raw, Target, growth, of_first
+from moetier.bench.samples import Cell, Trial, figure
 from moetier.eval import EvalError
 from moetier.eval.ask import Server, evaluate
 from moetier.eval.items import Item, Text, load_set
 from moetier.eval.report import Report
 from moetier.eval.report import Result as Answer
 
+_ERROR = re.compile(r"status=([45][\dx]+)")
 TASKS = ("arithmetic", "copy", "json", "toolcalls", "needle", "heldout_text")
 
 
@@ -73,11 +77,15 @@ class Quality(Probe):
 
 
 class Soak(Probe):
-    """Traffic for minutes: the sets again and again, footprint every `every` seconds."""
+    """Traffic for minutes: the sets again and again, footprint every `every` seconds.
+
+    per_second: requests, on average; None: as many as are answered.
+    """
 
     probe: Literal["soak"] = "soak"
     minutes: float = Field(20, gt=0)
     concurrency: int = Field(8, ge=1)
+    per_second: float | None = Field(None, gt=0)
     tasks: tuple[str, ...] = TASKS[:4]
     every: float = Field(10, gt=0)
     max_tokens: int = Field(256, ge=1)
@@ -90,21 +98,51 @@ class Soak(Probe):
         server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens)
         answers: list[Answer] = []
         footprints: list[Footprint] = []
-        end = time.monotonic() + 60 * self.minutes
-        rounds = asyncio.create_task(_rounds(server, items, self.concurrency, end, answers))
+        before, mark = await target.endpoint.counters(), target.meter.mark()
+        rounds = asyncio.create_task(self._rounds(server, items, answers))
         while not rounds.done():
             footprint = target.meter.footprint()
             footprints += [footprint] if footprint else []
             await asyncio.wait({rounds}, timeout=self.every)
-        error = rounds.exception()
+        traffic = Trial(
+            label="soak",
+            streams=(),
+            foreign_cpus=target.meter.foreign_cpus(mark),
+            joules=target.meter.joules(mark),
+            seconds=round(time.perf_counter() - mark.at, 3),
+            counters=growth(before, await self._counters(target)),
+        )
+        wrong = rounds.exception() or failures(traffic.counters)
         kept = tuple(replace(answer, answer=None) for answer in answers)
         return Raw(
-            answers=kept, footprints=tuple(footprints), skipped={"soak": str(error)} if error is not None else {}
+            trials=(traffic,),
+            answers=kept,
+            footprints=tuple(footprints),
+            skipped={"soak": str(wrong)} if wrong is not None else {},
         )
 
+    async def _counters(self, target: Target) -> dict[str, float]:
+        """The server's, none where it is gone."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            return await target.endpoint.counters()
+        return {}
+
+    async def _rounds(self, server: Server, items: list[Item | Text], answers: list[Answer]) -> None:
+        """Append what `evaluate` answers, a batch at a time, until the time is over."""
+        began, batch = time.monotonic(), 4 * self.concurrency
+        while time.monotonic() < began + 60 * self.minutes:
+            chosen = [items[(len(answers) + n) % len(items)] for n in range(batch)]
+            answers += await asyncio.to_thread(evaluate, server, chosen, self.concurrency)
+            if self.per_second is not None:
+                await asyncio.sleep(max(0.0, began + len(answers) / self.per_second - time.monotonic()))
+
     def cells(self, raw: Raw) -> list[Cell]:
-        """Requests, share of right ones in the first and the last third, growth of memory and handles."""
+        """Requests, tokens a second, share of right ones in the first and the last third, growth of what is held."""
         reason = raw.skipped.get("soak")
+        tokens = [t.counters.get("vllm:generation_tokens_total", 0.0) for t in raw.trials]
+        rates = [made / t.seconds for t, made in zip(raw.trials, tokens, strict=True)]
+        energy = [(t.joules or 0) / max(1.0, made) for t, made in zip(raw.trials, tokens, strict=True)]
+        unread = of_first(["no energy counter can be read" if t.joules is None else None for t in raw.trials])
         third = max(1, len(raw.answers) // 3)
         first, last = (_share(part) for part in (raw.answers[:third], raw.answers[-third:]))
         settled = raw.footprints[len(raw.footprints) // 4 :]
@@ -113,6 +151,8 @@ class Soak(Probe):
         handles = [settled[-1].handles - settled[0].handles] if settled else []
         return [
             figure("soak.requests", "requests", None, [len(raw.answers)], reason),
+            figure("soak.throughput", "tok/s", "higher" if self.per_second is None else None, rates, reason),
+            figure("soak.energy", "J/token", "lower", energy, reason or unread),
             figure("soak.right_first_third", "share", "higher", first, reason),
             figure("soak.right_last_third", "share", "higher", last, reason),
             figure("soak.rss_growth", "MiB", "lower", grown, reason or short),
@@ -120,16 +160,11 @@ class Soak(Probe):
         ]
 
 
-async def _rounds(
-    server: Server, items: list[Item | Text], concurrency: int, end: float, answers: list[Answer]
-) -> None:
-    """Append what `evaluate` answers, a batch at a time, until `end`."""
-    batch = 4 * concurrency
-    position = 0
-    while time.monotonic() < end:
-        chosen = [items[(position + n) % len(items)] for n in range(batch)]
-        answers += await asyncio.to_thread(evaluate, server, chosen, concurrency)
-        position += batch
+def failures(counters: dict[str, float]) -> str | None:
+    """Answers with an error's status, by the server's own counters: a client that asks again would hide them."""
+    found = {k: n for k, n in counters.items() if k.startswith("http_requests_total") and _ERROR.search(k)}
+    named = ", ".join(f"{n:.0f} of {_ERROR.findall(name)[0]}" for name, n in found.items())
+    return f"the server answered with errors: {named}" if found else None
 
 
 def _load(folders: Sequence[Path], tasks: Sequence[str], limit: int | None) -> tuple[list[Item | Text], dict[str, str]]:

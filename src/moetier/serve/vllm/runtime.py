@@ -18,6 +18,7 @@ from moetier.errors import MoetierError, SettingsError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
 from moetier.layer.hybrid import HybridModel
+from moetier.layer.model import IntegrityError
 from moetier.layer.selfcheck import self_check
 from moetier.residency import Part, Step
 from moetier.serve.agreement import Facts, agree
@@ -108,7 +109,7 @@ def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
         checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
         model = open_hybrid(tiers, served_layers(checkpoint, tiers.store, vllm_config), vllm_config, failed)
         if tiers.settings.check_at_end:
-            tiers.at_close(model.check_integrity)
+            tiers.at_close(partial(_check_slots_at_end, tiers, model))
         tiers.at_close(model.close)
         _hybrids[tiers.settings] = model
     return _hybrids[tiers.settings]
@@ -150,6 +151,15 @@ def _check_at_end(tiers: TieredModel) -> None:
         logger.info("moetier: tables agree, %d records in DRAM have the right bytes", tiers.check_integrity())
 
 
+def _check_slots_at_end(tiers: TieredModel, hybrid: HybridModel) -> None:
+    with reported(tiers.settings.failure_file):
+        try:
+            hybrid.check_integrity()
+        except AssertionError as error:
+            raise IntegrityError(f"device slots and their tables do not agree: {error}") from error
+        logger.info("moetier: slots agree, every record in them has the store's bytes")
+
+
 def warm_up() -> None:
     """The layers are loaded; what runs from now until `begin_step` is no traffic."""
     for model in _models.values():
@@ -176,7 +186,7 @@ def begin_step(step: Step, tokens: int) -> None:
         model.context.step = step
         model.context.real = True
     for hybrid in _hybrids.values():
-        hybrid.before_step(tokens)
+        hybrid.before_step(tokens, step)
 
 
 def end_step(step: Step) -> None:

@@ -1,0 +1,5 @@
+"""`python -m moetier`: the command line where the console script is not installed."""
+
+from moetier.cli import main
+
+main()
