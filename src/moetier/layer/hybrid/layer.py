@@ -18,10 +18,14 @@ from moetier.kernels.gpu.hybrid import HybridPath, LayerTables
 from moetier.layer.context import Context
 from moetier.layer.counters import Counters
 from moetier.layer.fetch import Fetcher, Read
+from moetier.layer.hybrid.lane import Mark
 from moetier.layer.hybrid.stream import Streamer
 from moetier.residency import DiskReader
 from moetier.residency.device import ABSENT, DeviceSlots
 from moetier.residency.staging import Staging
+
+MANY_PAIRS = 8
+"""Pairs an expert of a call, from which on nearly all experts of a layer are taken to be routed to."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Copied:
     """A record read from disk and copied to the device, until the copy ends."""
 
     read: Read
-    done: torch.cuda.Event
+    done: Mark
 
 
 class HybridLayer:
@@ -61,7 +65,11 @@ class HybridLayer:
         """Experts whose records in DRAM are being copied into spare slots."""
         self.helped_reads = 0
         """Records read from disk by `help`."""
+        self.following: HybridLayer | None = None
+        """The layer that the model calls after this one."""
         self._streamed: NDArray[np.int32] = np.zeros(slots.mirror.size, np.int32)
+        self._last: NDArray[np.int64] = np.ones(slots.mirror.size, np.int64)
+        """Pairs of each expert in the last call that the host had streamed."""
 
     @property
     def index(self) -> int:
@@ -83,33 +91,60 @@ class HybridLayer:
             return out
         planned = streamer is None or path.decodes(tokens) or torch.cuda.is_current_stream_capturing()
         if planned and tokens <= path.tokens:
+            if streamer is not None:
+                streamer.forget()
             return path.forward(self.tables, x, ids, weights, out)
         assert streamer is not None, f"{tokens} tokens, and the mailbox takes {path.tokens}"
         for start in range(0, tokens, streamer.max_tokens):
             part = slice(start, start + streamer.max_tokens)
             self.stream(x[part], ids[part], weights[part], out[part])
+        if self.following is not None and self._shared.context.real:
+            self.following.stream_ahead(tokens)
         return out
+
+    def stream_ahead(self, tokens: int) -> None:
+        """The next call is this layer's, of so many tokens: if they are many, have streamed what it will likely miss.
+
+        No call may be under way of which a record of this layer must be read: reading moves records in DRAM.
+        """
+        streamer = self._shared.streamer
+        if streamer is None or tokens * self._shared.path.sizes.geometry.top_k < MANY_PAIRS * self._last.size:
+            return
+        with self._shared.lock:
+            likely = (self.slots.mirror == ABSENT) & (self.tier.addresses != 0) & (self._last > 0)
+            hottest = np.argsort(-self._last, kind="stable")
+            experts = hottest[likely[hottest]][: streamer.room].tolist()
+            records = [self.record_at(int(self.tier.addresses[expert])) for expert in experts]
+            streamer.ahead(self.index, list(zip(experts, records, strict=True)))
+
+    @property
+    def all_in_memory(self) -> bool:
+        """Nothing is ever read from disk: records keep their places."""
+        return self.tier.slots + len(self.slots.resident) >= self.slots.mirror.size
 
     def stream(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """`forward` with every missed record streamed, of up to the streamer's `max_tokens` tokens."""
         streamer = self._shared.streamer
         assert streamer is not None, "nothing is streamed"
-        found = ids.cpu().numpy()  # waits for the device: whatever it asked of the CPU is answered
+        call = streamer.start(self.index, x, ids, weights, self.slots.table)
+        found = call.ids_on_host()  # the device is past all calls before: what it asked of the CPU is answered
         pairs = np.bincount(found[(found >= 0) & (found < self.slots.mirror.size)], minlength=self.slots.mirror.size)
         self._streamed += pairs.astype(np.int32)
+        self._last = pairs
         routed = np.flatnonzero(pairs).astype(np.int32)
         missed = routed[self.slots.mirror[routed] == ABSENT]
+        late = [expert for expert in missed.tolist() if expert not in call.staged]
         with self._shared.lock:
             source = _Records(self, routed)
             try:
-                streamer.forward(x, ids, weights, self.slots.table, missed.tolist(), source, out)
+                streamer.finish(call, late, source, out)
             finally:
                 source.close()
         if self._shared.context.real:
-            self._count_streamed(routed.size - missed.size, missed.size, source.read)
+            self._count_streamed(routed.size - missed.size, missed.size, source.read, len(call.staged) + len(late))
         return out
 
-    def _count_streamed(self, hits: int, misses: int, read: int) -> None:
+    def _count_streamed(self, hits: int, misses: int, read: int, streamed: int) -> None:
         counters = self.counters
         counters.calls += 1
         counters.hits += hits
@@ -117,7 +152,7 @@ class HybridLayer:
         counters.misses += misses
         counters.dram_reads += misses - read
         counters.disk_reads += read
-        counters.streamed_bytes += misses * self.record_bytes
+        counters.streamed_bytes += streamed * self.record_bytes
 
     def take_streamed(self) -> NDArray[np.int32]:
         """Pairs of each expert, int32 [experts], of calls that the host had streamed since the last time."""
@@ -228,13 +263,14 @@ class _Records:
             self.read += 1
             yield read.expert, self._layer.record_at(read.address), read
 
-    def copied(self, token: object, done: torch.cuda.Event) -> None:
+    def copied(self, token: object, done: Mark) -> None:
         if isinstance(token, Read):
             self._copied.append(Copied(token, done))
 
     def _settle_oldest(self) -> None:
         oldest = self._copied.pop(0)
-        oldest.done.synchronize()
+        if oldest.done is not None:
+            oldest.done.synchronize()
         self._layer._fetcher.settle(oldest.read)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moetier.errors import MoetierError
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu.base import Sizes
+from moetier.kernels.gpu.cuda_path import CudaPath
 from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, Mail, pinned
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.check import check_paths
@@ -93,7 +94,9 @@ class HybridModel:
         self.slots = torch.zeros((plan.slots, sizes.layout.stride), dtype=torch.uint8, device=device)
         staging = range(plan.layers * plan.per_layer, plan.slots)
         self.path = HybridPath(sizes, plan.tokens, self.slots, staging, self._bytes, ALL_CPU, patience_seconds)
-        streamer = Streamer(sizes, max_tokens, self.slots, staging) if len(staging) >= 2 else None
+        streamer = None
+        if len(staging) >= 2:
+            streamer = Streamer(sizes, max_tokens, self.slots, staging, CudaPath(sizes, max_tokens, device))
         self._lock = threading.Lock()
         self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock, tiers.context)
         self._registered = Registered()
@@ -143,6 +146,8 @@ class HybridModel:
         self._load_slots(layer, resident)
         fetcher.load(others[: tier.slots])
         policy.place(others[: tier.slots])
+        if self.layers:
+            self.layers[-1].following = layer
         self.layers.append(layer)
         return layer
 
@@ -177,12 +182,16 @@ class HybridModel:
         self.set_costs(self._measure())
         return checked
 
-    def before_step(self, tokens: int) -> None:
+    def before_step(self, tokens: int, step: Step = UNKNOWN) -> None:
         """A step of `tokens` real tokens is about to be launched on the current stream."""
         if self._refiller is None:
             self._refiller = self._make_refiller()
         self._mailbox.wake()
         self.path.live.fill_(tokens)
+        if self._shared.streamer is not None:
+            self._shared.streamer.forget()  # captured graphs use the staging slots and tell nobody
+        if step.prefill and tokens > self.path.tokens and self.layers[0].all_in_memory:
+            self.layers[0].stream_ahead(tokens)
 
     def after_step(self, step: Step = UNKNOWN) -> None:
         """The step was launched: learn from an earlier one, and start copies into spare slots."""

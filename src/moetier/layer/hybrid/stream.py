@@ -1,92 +1,187 @@
 """Many tokens: nearly every expert of the layer is routed to, so all that lack a slot go over the link, in rounds.
 
-While the device computes the experts of one half of the staging slots, a side stream copies the next ones into the
-other half. The host drives it, so such a call cannot be captured in a CUDA graph.
+The staging slots are a ring of groups. A side stream fills one group after the other; the device computes a group's
+experts when they are there, and its slots are free again behind that. The link does not wait for the router either:
+while a layer's last rounds and the next layer's attention are computed, `ahead` has it fill the groups with what the
+next layer will most likely miss. What the router then did not ask for is not used, what is not there comes after it.
+
+The host drives all this, so such a call cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moetier.kernels.gpu.base import Call, Sizes
-from moetier.kernels.gpu.cuda_path import CudaPath
+from moetier.kernels.gpu.base import Call, DevicePath, Sizes
+from moetier.layer.hybrid.lane import Lane, Mark
+
+GROUPS = 4
 
 
 class Source(Protocol):
     """Where the records of one layer come from."""
 
     def records(self, experts: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, object]]:
-        """Each expert with its record, uint8 [stride], in any order, and a token that `copied` takes back."""
+        """Each expert with its record, uint8 [stride], in any order, and a token (or None) that `copied` takes back."""
 
-    def copied(self, token: object, done: torch.cuda.Event) -> None:
+    def copied(self, token: object, done: Mark) -> None:
         """The copy of the record ends at `done`: its bytes must stay until then."""
 
 
+@dataclass(frozen=True)
+class Round:
+    """Records on their way into a group of the ring.
+
+    table: their slots, int32 [experts] on the device, -1 for all others. arrived: behind their copies.
+    """
+
+    experts: tuple[int, ...]
+    group: int
+    table: torch.Tensor
+    arrived: Mark
+
+
+@dataclass(frozen=True)
+class Started:
+    """A call of which everything is launched that needs no word of its router.
+
+    staged: experts that were on their way before the call. ids: the call's, on their way to the host.
+    """
+
+    call: Call
+    staged: frozenset[int]
+    ids: torch.Tensor
+    routed: Mark
+
+    def ids_on_host(self) -> NDArray[np.int32]:
+        """Waits for the router."""
+        if self.routed is not None:
+            self.routed.synchronize()
+        found: NDArray[np.int32] = self.ids.numpy()
+        return found
+
+
 class Streamer:
-    """Calls of up to `max_tokens` tokens over the slots of all layers, `staging` of them for records on their way."""
+    """Calls of up to `max_tokens` tokens over the slots of all layers, `staging` of them for records on their way.
 
-    def __init__(self, sizes: Sizes, max_tokens: int, slots: torch.Tensor, staging: range) -> None:
-        assert len(staging) >= 2, "streaming wants two staging slots at least"
-        self._slots, self._experts, self.max_tokens = slots, sizes.geometry.experts, max_tokens
-        self.path = CudaPath(sizes, max_tokens, slots.device)
-        half = len(staging) // 2
-        self._halves = (staging[:half], staging[half : 2 * half])
-        self._copies = torch.cuda.Stream(slots.device)  # type: ignore[no-untyped-call]
-        g = sizes.geometry
-        self._rows = torch.zeros((max_tokens, g.top_k, g.hidden), dtype=torch.float32, device=slots.device)
+    While records are on their way for a coming call (`ahead`), nothing else may use the staging slots before `forget`.
+    """
 
-    def forward(
+    def __init__(
         self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        slot_table: torch.Tensor,
-        missed: Sequence[int],
-        source: Source,
-        out: torch.Tensor,
+        sizes: Sizes,
+        max_tokens: int,
+        slots: torch.Tensor,
+        staging: range,
+        path: DevicePath,
+        groups: int = GROUPS,
     ) -> None:
-        """The whole layer, x bf16 [T, hidden] -> out bf16 [T, hidden], T up to `max_tokens`.
+        """path: kernels for calls of that many tokens."""
+        assert len(staging) >= 2, "streaming wants two staging slots at least"
+        g, device = sizes.geometry, slots.device
+        number = min(groups, len(staging))
+        size = len(staging) // number
+        self._groups = [staging[i * size : (i + 1) * size] for i in range(number)]
+        self._slots, self._experts, self.max_tokens, self.path = slots, g.experts, max_tokens, path
+        self._lane = Lane(device)
+        self._free: list[Mark] = [None] * number
+        self._turn = 0
+        self._coming: list[Round] = []
+        self._layer = -1
+        """Which layer the coming rounds are for."""
+        self._own = False
+        """Nothing but our rounds used the staging slots since `_free` was marked."""
+        self._rows = torch.zeros((max_tokens, g.top_k, g.hidden), dtype=torch.float32, device=device)
+        ids = torch.zeros((max_tokens, g.top_k), dtype=torch.int32)
+        self._ids = ids.pin_memory() if device.type == "cuda" else ids
 
-        missed: the routed experts without a slot in `slot_table` int32 [experts].
+    @property
+    def room(self) -> int:
+        """Records that `ahead` can take."""
+        return sum(map(len, self._groups))
+
+    def ahead(self, layer: int, records: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Start copying records for the next call, which will be of `layer`; at most `room`.
+
+        They lie in memory that the device can read and stay as they are until that call, or `forget`.
         """
-        call = Call(x, ids, weights, slot_table, self._slots, self._rows[: x.shape[0]])
-        compute = torch.cuda.current_stream(self._slots.device)
-        used = compute.record_event()  # what ran before may read the staging slots
-        free = [used, used]
-        records = source.records(missed)
-        number = len(self._halves[0])
-        rounds = [missed[i : i + number] for i in range(0, len(missed), number)]
-        self.path.rows(call)
-        for turn, experts in enumerate(rounds):
-            half = self._halves[turn % 2]
-            table, arrived = self._copy(records, len(experts), half, free[turn % 2], source)
-            compute.wait_event(arrived)
-            self.path.rows(Call(x, ids, weights, table, self._slots, call.rows))
-            free[turn % 2] = compute.record_event()
-        self.path.combine(call, out)
+        assert len(records) <= self.room, "more records than staging slots"
+        assert not self._coming, "records are on their way for another call: forget them first"
+        if not self._own:
+            self._begin()
+        self._layer = layer
+        size = len(self._groups[0])
+        for start in range(0, len(records), size):
+            self._coming.append(self._fill((expert, record, None) for expert, record in records[start : start + size]))
 
-    def _copy(
+    def forget(self) -> None:
+        """Nothing is for a coming call; what the current stream is given from now on may use the staging slots."""
+        if self._coming:
+            self._lane.compute_after(self._coming[-1].arrived)
+        self._coming, self._own = [], False
+
+    def start(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, slot_table: torch.Tensor
+    ) -> Started:
+        """Launch a call of `layer` as far as its experts have slots or are coming; `finish` must follow.
+
+        x bf16 [T, hidden], ids int32 and weights float32 [T, top_k], T up to `max_tokens`; slot_table int32 [experts].
+        """
+        if self._layer != layer:
+            self.forget()
+        if not self._coming:
+            self._begin()
+        tokens = x.shape[0]
+        on_host = self._ids[:tokens]
+        on_host.copy_(ids, non_blocking=True)
+        routed = self._lane.compute_mark()
+        call = Call(x, ids, weights, slot_table, self._slots, self._rows[:tokens])
+        coming, self._coming = self._coming, []
+        self.path.rows(call)
+        for one in coming:
+            self._compute(call, one)
+        return Started(call, frozenset(e for one in coming for e in one.experts), on_host, routed)
+
+    def finish(self, started: Started, missed: Sequence[int], source: Source, out: torch.Tensor) -> None:
+        """Stream what the call still lacks, and combine: out bf16 [T, hidden].
+
+        missed: its routed experts that have no slot and were not staged.
+        """
+        records, size = source.records(missed), len(self._groups[0])
+        for _ in range(0, len(missed), size):
+            self._compute(started.call, self._fill(islice(records, size), source.copied))
+        self.path.combine(started.call, out)
+
+    def _begin(self) -> None:
+        """What the current stream was given so far may read any staging slot; from now on they are ours."""
+        self._free, self._own = [self._lane.compute_mark()] * len(self._groups), True
+
+    def _fill(
         self,
-        records: Iterator[tuple[int, torch.Tensor, object]],
-        count: int,
-        slots: range,
-        free: torch.cuda.Event,
-        source: Source,
-    ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Start the copies of the next `count` records into `slots`; their table, and the event behind them."""
+        records: Iterable[tuple[int, torch.Tensor, object]],
+        copied: Callable[[object, Mark], None] = lambda token, done: None,
+    ) -> Round:
+        """Start the copies of up to a group of records into the next group of the ring."""
+        group, experts = self._turn, []
+        self._turn = (group + 1) % len(self._groups)
         table: NDArray[np.int32] = np.full(self._experts, -1, np.int32)
-        compute = torch.cuda.current_stream(self._slots.device)
-        with torch.cuda.stream(self._copies):
-            self._copies.wait_event(free)
-            for slot, (expert, record, token) in zip(slots, (next(records) for _ in range(count)), strict=False):
-                self._slots[slot, : record.numel()].copy_(record, non_blocking=True)
-                table[expert] = slot
-                source.copied(token, self._copies.record_event())
-            on_device = torch.from_numpy(table).pin_memory().to(self._slots.device, non_blocking=True)
-            on_device.record_stream(compute)
-            return on_device, self._copies.record_event()
+        self._lane.after(self._free[group])
+        for slot, (expert, record, token) in zip(self._groups[group], records, strict=False):
+            self._lane.copy(self._slots[slot, : record.numel()], record)
+            if token is not None:
+                copied(token, self._lane.mark())
+            table[expert] = slot
+            experts.append(expert)
+        return Round(tuple(experts), group, self._lane.upload(table), self._lane.mark())
+
+    def _compute(self, call: Call, one: Round) -> None:
+        self._lane.compute_after(one.arrived)
+        self.path.rows(Call(call.x, call.ids, call.weights, one.table, self._slots, call.rows))
+        self._free[one.group] = self._lane.compute_mark()

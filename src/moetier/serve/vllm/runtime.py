@@ -186,7 +186,7 @@ def begin_step(step: Step, tokens: int) -> None:
         model.context.step = step
         model.context.real = True
     for hybrid in _hybrids.values():
-        hybrid.before_step(tokens)
+        hybrid.before_step(tokens, step)
 
 
 def end_step(step: Step) -> None:
