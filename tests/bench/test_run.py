@@ -75,6 +75,12 @@ def test_a_quarter_of_the_experts_in_dram_misses_some(result: Result) -> None:
     assert reads > 0
 
 
+def test_it_names_the_native_code_that_ran(result: Result) -> None:
+    from moetier.kernels.cpu import _native
+
+    assert list(result.software.native) == [Path(_native.__file__).name]
+
+
 def test_no_folder_of_this_machine_is_in_it(result: Result) -> None:
     text = json.dumps({k: v for k, v in json.loads(to_text(result)).items() if k != "code"})
     for folder in (str(ROOT), str(Path.home()) + "/", sys.prefix, "/tmp/"):

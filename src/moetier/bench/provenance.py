@@ -96,13 +96,15 @@ def software() -> Software:
         record = found.read_text("RECORD")
         if record is not None:
             records[name] = hashlib.sha256(record.encode()).hexdigest()
-    libraries = sorted(Path(moetier.__file__).parent.rglob("*.so"))
+    from moetier.kernels.cpu import _native  # an editable installation has it elsewhere than the package
+
+    library = Path(_native.__file__)
     return Software(
         python=platform.python_version(),
         kernel=platform.release(),
         packages=versions,
         records=records,
-        native={path.name: file_sha256(path) for path in libraries},
+        native={library.name: file_sha256(library)},
     )
 
 
