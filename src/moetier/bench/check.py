@@ -11,7 +11,7 @@ import yaml
 
 from moetier.bench import BenchError
 from moetier.bench.documents import Recipe, sha256_of
-from moetier.bench.provenance import git
+from moetier.bench.provenance import git, not_of
 from moetier.bench.result import SUMS, Result, cells_of, listed, parse_result, read_data, tier_cells
 from moetier.bench.samples import Cell
 
@@ -110,6 +110,8 @@ def _against_history(result: Result, root: Path, name: str) -> Iterator[str]:
         if (git(root, "rev-parse", "--is-shallow-repository") or "").strip() == "false":
             yield f"its commit {commit} is not in the history"
         return
+    if result.code.blobs and (other := not_of(result.code, root)):
+        yield f"its commit was stated, and {len(other)} of its files are not that commit's: {', '.join(other[:3])}"
     text = git(root, "show", f"{commit}:recipes/{result.recipe.id}.yaml")
     try:
         same = text is not None and Recipe.model_validate(yaml.safe_load(text)) == result.recipe

@@ -27,12 +27,20 @@ NOT_CODE = ("results/", "docs/benchmarks/")
 """Where changes leave a tree clean: results and what is rendered from them."""
 
 
+IN_TREE = "src/moetier"
+
+
 class Code(Frozen):
-    """commit: None outside a git checkout of moetier. changed: files that differ from it."""
+    """commit: None outside a git checkout of moetier. changed: files that differ from it.
+
+    blobs: where the commit was stated, not read, git's names for the contents of the package's files: `bench check`
+    holds them against that commit.
+    """
 
     version: str = Field(pattern=r"^[0-9a-z.+-]+$")
     commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
     changed: tuple[str, ...] = ()
+    blobs: dict[str, str] = Field(default_factory=dict)
 
 
 class Software(Frozen):
@@ -71,6 +79,27 @@ def code_of(root: Path) -> Code:
         return Code(version=moetier.__version__)
     status = git(root, "status", "--porcelain=v1", "-z", "--untracked-files=all") or ""
     return Code(version=moetier.__version__, commit=head.strip(), changed=tuple(changed_files(status)))
+
+
+def stated(commit: str) -> Code:
+    """The code of a copy without git, said to be of `commit`."""
+    folder = Path(moetier.__file__).parent
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in (".pyc", ".so"))
+    blobs = {f"{IN_TREE}/{path.relative_to(folder).as_posix()}": git_blob(path.read_bytes()) for path in files}
+    return Code(version=moetier.__version__, commit=commit, blobs=blobs)
+
+
+def git_blob(data: bytes) -> str:
+    """Git's name of a content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def not_of(code: Code, root: Path) -> list[str]:
+    """Files of a stated commit's package that are not that commit's, as the history of `root` has it."""
+    listing = git(root, "ls-tree", "-r", "-z", f"{code.commit}", f"{IN_TREE}/") or ""
+    entries = (line.partition("\t") for line in listing.split("\0") if line)
+    committed = {name: about.split()[2] for about, _, name in entries}
+    return sorted(name for name in committed.keys() | code.blobs.keys() if committed.get(name) != code.blobs.get(name))
 
 
 def changed_files(status: str) -> list[str]:

@@ -21,7 +21,16 @@ from moetier.bench.endpoint import connect
 from moetier.bench.meter import Meter
 from moetier.bench.probes import AnyProbe
 from moetier.bench.probes.base import Target
-from moetier.bench.provenance import Code, ModelFiles, code_of, load_average, machine_here, model_files, software
+from moetier.bench.provenance import (
+    Code,
+    ModelFiles,
+    code_of,
+    load_average,
+    machine_here,
+    model_files,
+    software,
+    stated,
+)
 from moetier.bench.result import (
     Load,
     Result,
@@ -48,6 +57,7 @@ Say = Callable[[str], None]
 class _Found:
     """What a run has gathered so far."""
 
+    began: float = field(default_factory=time.monotonic)
     starts: list[float] = field(default_factory=list)
     served: Served | None = None
     sections: list[Section] = field(default_factory=list)
@@ -70,6 +80,7 @@ class Run:
     place: Place
     sets: tuple[Path, ...]
     origin: str = "run"
+    within: float | None = None
 
     def measure(self, say: Say, extra: dict[str, Any] | None = None) -> Result:
         """Serve and probe; what fails on the way is in the result."""
@@ -159,6 +170,9 @@ class Run:
             target = Target(endpoint, Prompts(endpoint), meter, url, sets=self.sets)
             found.before = await endpoint.counters()
             for probe in probes:
+                if self.within is not None and time.monotonic() > found.began + self.within:
+                    found.failure = f"the {self.within:g} s that the run was given were over before {probe.probe}"
+                    break
                 say(f"{self.recipe.id}: {probe.probe}")
                 began = time.monotonic()
                 raw = await probe.measure(target)
@@ -182,13 +196,22 @@ def run_recipe(
     model: Path | None = None,
     store: Path | None = None,
     allow_dirty: bool = False,
+    commit: str | None = None,
+    within: float | None = None,
 ) -> tuple[Path, Result]:
-    """Run a recipe and write its result below `out`; BenchError for what cannot become a valid result."""
+    """Run a recipe and write its result below `out`; BenchError for what cannot become a valid result.
+
+    commit: of a copy without git. within: seconds after which no further probe begins.
+    """
     if recipe.status == "plan":
         raise BenchError(f"{recipe.id} is a plan: pin its revision, name its identity and set its status to run first")
     named = library.machine(machine) if machine else machine_of(library)
     check_machine(recipe, named)
     code = code_of(library.root)
+    if commit is not None:
+        if code.commit is not None:
+            raise BenchError(f"--commit is for a copy without git; this is a checkout of {code.commit[:12]}")
+        code = stated(commit)
     if (code.commit is None or code.changed) and not allow_dirty:
         differs = ", ".join(code.changed[:5]) or "moetier is not installed from this checkout"
         raise BenchError(f"a result is bound to a commit, and this tree is not clean: {differs}; or use --allow-dirty")
@@ -205,7 +228,7 @@ def run_recipe(
         files = model_files(folder)
         if recipe.model.identity not in (None, files.identity):
             raise BenchError(f"{recipe.id}: expected the checkpoint {recipe.model.identity}, found {files.identity}")
-        run = Run(library.root, recipe, suite, named, code, files, place, set_folders(library.root))
+        run = Run(library.root, recipe, suite, named, code, files, place, set_folders(library.root), within=within)
         probe_name = f"{named.id}/{recipe.id.replace('/', '__')}__{suite.id}__{(code.commit or '')[:12]}.json"
         refuse_existing(out, probe_name)
         require_space(out)

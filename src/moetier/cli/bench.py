@@ -134,6 +134,12 @@ def run(
     allow_dirty: Annotated[
         bool, typer.Option(help="Run on a changed tree; the result may not go to results/.")
     ] = False,
+    commit: Annotated[
+        str | None, typer.Option(help="The commit that this copy without git is of; its files' hashes go along.")
+    ] = None,
+    within: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no further probe begins: the result is partial.")
+    ] = None,
     out: Out = None,
     root: Root = HERE,
 ) -> None:
@@ -153,6 +159,8 @@ def run(
         model=model,
         store=store,
         allow_dirty=allow_dirty,
+        commit=commit,
+        within=within,
     )
     typer.echo(str(path))
     if result.status != "ok":
