@@ -1,7 +1,9 @@
-"""One vLLM engine in this process, on prompts of token ids; started as a program by under_vllm.py, once per engine.
+"""One vLLM engine in a process of its own, on prompts of token ids; this file is also the program of that process.
 
-Standard input: JSON with "engine" (arguments of vllm.LLM), "runs": each with "prompts" (lists of token ids) and
-"max_tokens". The last line of standard output: JSON, per run tokens, logprobs and seconds, and what moetier counted.
+Standard input, first line: JSON with "engine" (arguments of vllm.LLM) and "runs", each with "prompts" (lists of token
+ids), "max_tokens", and where it is to be repeated "repeat_seconds". It says READY when the engine has started, and goes
+on when it gets a second line. The last line of standard output: JSON, per run tokens, logprobs and seconds, and what
+moetier counted.
 """
 
 from __future__ import annotations
@@ -10,65 +12,160 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-RESULT = "result: "
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "OMP_NUM_THREADS": "1",
+}
+READY, RESULT = "ready", "result: "
+TIMEOUT = 540
+
+
+class Engine:
+    """A process that starts an engine, waits for `go`, and does its runs. One that must end early is to be killed."""
+
+    def __init__(
+        self, runs: Sequence[Mapping[str, Any]], environment: Mapping[str, str] | None = None, **arguments: Any
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+        )
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._say(json.dumps({"engine": arguments, "runs": runs}))
+
+    def _say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.strip() == READY:
+                self._ready.set()
+        self._ready.set()  # nothing more will come
+
+    def wait(self) -> None:
+        """Until the engine has started; RuntimeError where it has not."""
+        if not self._ready.wait(TIMEOUT) or READY not in self.lines:
+            self.end()
+            raise RuntimeError(self._failure())
+
+    def go(self) -> None:
+        """Let it run, when it has started."""
+        self.wait()
+        self._say("go")
+
+    def end(self) -> int:
+        """Wait for the process, and kill it where it does not end; its exit code."""
+        try:
+            code = self.process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._reader.join(10)
+        return code
+
+    def result(self) -> dict[str, Any]:
+        """What it found; RuntimeError with the end of its log where it failed."""
+        code, found = self.end(), [line for line in self.lines if line.startswith(RESULT)]
+        if code or not found:
+            raise RuntimeError(self._failure())
+        result: dict[str, Any] = json.loads(found[-1].removeprefix(RESULT))
+        result["log"] = [line for line in self.lines if "moetier:" in line]
+        return result
+
+    def _failure(self) -> str:
+        log = "\n".join(line for line in self.lines if not line.startswith(RESULT))
+        return f"engine ended with {self.process.poll()}:\n{log[-6000:]}"
 
 
 def engine(runs: list[dict[str, Any]], environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
-    """The result of a new process; RuntimeError with the end of its log where it fails."""
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps({"engine": arguments, "runs": runs}),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT, **(environment or {})},
-        timeout=400,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if done.returncode or not lines:
-        raise RuntimeError(f"engine failed with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-5000:]}")
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))
-    result["log"] = [line for line in (done.stdout + done.stderr).splitlines() if "moetier:" in line]
-    return result
+    """The result of a new process."""
+    started = Engine(runs, environment, **arguments)
+    started.go()
+    return started.result()
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
     begun = time.monotonic()
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     defaults = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
     llm = LLM(**{**defaults, **job["engine"]})
     result: dict[str, Any] = {"start_s": time.monotonic() - begun, "runs": []}
-    for run in job["runs"]:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=run["max_tokens"], ignore_eos=True, logprobs=run.get("logprobs"), detokenize=False
-        )
-        prompts = [{"prompt_token_ids": prompt} for prompt in run["prompts"]]
+    print(f"\n{READY}", flush=True)
+    if sys.stdin.readline():
+        result["runs"] = [run(llm, one) for one in job["runs"]]
+        print(f"\n{RESULT}{json.dumps(result)}", flush=True)
+
+
+def run(llm: Any, one: Mapping[str, Any]) -> dict[str, Any]:
+    """All prompts queued at once, greedy; again and again for `repeat_seconds`, every answer against the first."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=one["max_tokens"], ignore_eos=True, logprobs=one.get("logprobs"), detokenize=False
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in one["prompts"]]
+    end, times, different, memory = time.monotonic() + one.get("repeat_seconds", 0), [], 0, []
+    first: dict[str, Any] | None = None
+    while first is None or time.monotonic() < end:
         start = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        result["runs"].append(
-            {
-                "seconds": seconds,
-                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-                "logprobs": [
-                    [{str(t): e.logprob for t, e in step.items()} for step in output.outputs[0].logprobs or ()]
-                    for output in outputs
-                ],
-                "counts": counts(),
-            }
-        )
-    sys.stdout.write(f"\n{RESULT}{json.dumps(result)}\n")
-    sys.stdout.flush()
+        found = answers(llm.generate(prompts, sampling, use_tqdm=False))
+        times.append(time.perf_counter() - start)
+        memory.append(memory_mib())
+        first = first or found
+        different += sum(a != b for key in first for a, b in zip(found[key], first[key], strict=True))
+    return {
+        **first,
+        "seconds": times[0],
+        "rounds": len(times),
+        "different": different,
+        "memory": memory,
+        "counts": counts(),
+    }
+
+
+def answers(outputs: list[Any]) -> dict[str, Any]:
+    """Tokens and logprobs of each."""
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [
+            [{str(t): e.logprob for t, e in step.items()} for step in output.outputs[0].logprobs or ()]
+            for output in outputs
+        ],
+    }
+
+
+def memory_mib() -> dict[str, int]:
+    """Resident memory of this process, and what torch holds on its device."""
+    import psutil
+    import torch
+
+    device = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    return {"rss": psutil.Process().memory_info().rss >> 20, "device": device >> 20}
 
 
 def counts() -> dict[str, Any]:
-    """What the tiers did so far; {} where moetier does not serve."""
+    """What the tiers did so far, after a look at tables and bytes; {} where moetier does not serve."""
     if "moetier.serve.vllm.runtime" not in sys.modules:
         return {}
     from moetier.serve.vllm import runtime
@@ -76,6 +173,7 @@ def counts() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for model in runtime._models.values():
         found |= vars(model.counters) | {"disk": model.reader.counters.reads, "records": model.records}
+        found["healed"] = model.healer.healed if model.healer else 0
     for hybrid in runtime._hybrids.values():
         hybrid.check_integrity()
         found |= {f"device_{name}": value for name, value in hybrid.counts().items()}

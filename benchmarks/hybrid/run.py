@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-PARTS = ("identity", "stack")
+PARTS = ("identity", "stack", "prefill")
 
 
 def show(row: dict[str, Any]) -> None:

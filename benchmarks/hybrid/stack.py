@@ -79,6 +79,11 @@ class Stack:
         return statistics.median(self.time_us(ids) for ids in routes)
 
 
+def in_us(costs: Costs) -> dict[str, float]:
+    """As a row has them."""
+    return {f"{key}_us": ns / 1e3 for key, ns in asdict(costs).items()}
+
+
 def spread(values: Sequence[float]) -> str:
     """Quartiles, as text."""
     low, _, high = statistics.quantiles(values, n=4)
@@ -95,6 +100,7 @@ def cells(bed: Bed, full: Hybrid, rates: Rates, quick: bool) -> list[dict[str, A
     g, layers, rows = GEOMETRY, bed.count, []
     zipf, costs = Zipf(bed.count, GEOMETRY.experts), bed.costs()
     steps = 6 if quick else STEPS
+    rows.append({"what": "costs of the plans", **in_us(costs)})
     resident_us = {}
     routes = {tokens: [zipf.ids(tokens, g.top_k) for _ in range(steps)] for tokens in TOKENS}
     for tokens in TOKENS:
@@ -188,7 +194,7 @@ def run(arguments: Namespace) -> list[dict[str, Any]]:
         "dram_GB_s": rates.dram / 1e9,
         "link_GB_s": rates.link / 1e9,
         "threads": rates.threads,
-        **{f"{key}_us": ns / 1e3 for key, ns in asdict(costs).items()},
+        **in_us(costs),
     }
     full = bed.place([range(GEOMETRY.experts)] * bed.count, 0, costs)
     rows = [machine, *one_miss(bed, full, rates), *cells(bed, full, rates, arguments.quick)]

@@ -1,9 +1,13 @@
-"""The hybrid step under vLLM: identity of every tier with a trained model, and speed with one of a real shape.
+"""The hybrid step under vLLM: identity of every tier with a trained model, a soak, and speed with one of a real shape.
 
-    python benchmarks/hybrid/under_vllm.py identity MODEL [--graphs none,decode,all]
-    python benchmarks/hybrid/under_vllm.py speed MODEL_OF_THE_SAME_FORMAT --layers 8
+    python benchmarks/hybrid/under_vllm.py identity MODEL [--graphs none,decode,pieces,all] [--at-once 4]
+    python benchmarks/hybrid/under_vllm.py batches MODEL [--at-once 4]
+    python benchmarks/hybrid/under_vllm.py soak MODEL --seconds 300
+    python benchmarks/hybrid/under_vllm.py speed MODEL_OF_THE_SAME_FORMAT --layers 6
+    python benchmarks/hybrid/under_vllm.py ranks MODEL
 
-Needs vLLM with CUDA and moetier installed beside it. Prints a table and, where $OUT names a folder, writes JSON there.
+Needs vLLM with CUDA and moetier installed beside it (`--cpu`: identity, batches and soak without device slots, on
+vLLM's CPU build). Prints a table and, where $OUT names a folder, writes JSON there.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ import argparse
 import json
 import os
 import random
-import statistics
 import sys
 import tempfile
-import time
 import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +34,70 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "decode": {
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "max_cudagraph_capture_size": 64}
     },
+    "pieces": {
+        "compilation_config": {
+            "mode": 3,
+            "backend": "eager",
+            "cudagraph_mode": "PIECEWISE",
+            "max_cudagraph_capture_size": 64,
+        }
+    },
     "all": {"compilation_config": {"max_cudagraph_capture_size": 64}},
 }
+"""How vLLM captures: nothing; decode steps whole; all small steps in pieces, without Inductor; and its default."""
+
+Report = Callable[[dict[str, Any]], None]
 
 
-def tiers(store: Path, slots: int, graphs: str, **settings: Any) -> dict[str, Any]:
-    """Engine arguments with `slots` experts of each layer on the device."""
-    moetier = {"store": str(store), "slots": slots, "dram_records": "100%", "heat_file": "/dev/null", **settings}
-    return {
-        "quantization": "moetier",
-        "load_format": "moetier",
-        "worker_cls": WORKER,
-        "additional_config": {"moetier": moetier},
-        **GRAPHS[graphs],
-    }
+@dataclass(frozen=True)
+class Cell:
+    """One engine: `settings` are moetier's. Compared with the first cell of its `group`."""
+
+    name: str
+    group: str
+    settings: dict[str, Any]
+    arguments: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
-def show(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """One line, and what is known so far to $OUT."""
-    cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k not in ("what", "log")]
-    print(f"{row['what']:44} {'  '.join(cells)}", flush=True)
-    rows.append(row)
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], f"vllm-{sys.argv[1]}.json").write_text(json.dumps(rows, indent=1))
+class Bed:
+    """A model with its store, and the engines over it."""
 
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        from moetier.store.build import build_store
 
-def build(model: Path, store: Path) -> None:
-    """The model's store."""
-    from moetier.store.build import build_store
+        self.arguments, self.model, self.store = arguments, Path(arguments.model), folder / "store"
+        build_store(self.model, self.store)
+        self.experts = json.loads((self.model / "config.json").read_text())["n_routed_experts"]
 
-    build_store(model, store)
+    def slots(self, share: float) -> int:
+        return max(1, round(share * self.experts))
+
+    def cell(self, name: str, group: str, graphs: str, share: float, **more: Any) -> Cell:
+        """An engine with a share of the experts in slots. more: settings, and "engine" and "environment"."""
+        engine, environment = more.pop("engine", {}), more.pop("environment", {})
+        settings = {"slots": self.slots(share), "dram_records": "100%", "threads": self.arguments.threads, **more}
+        return Cell(f"{name}, graphs {graphs}", group, settings, GRAPHS[graphs] | engine, environment)
+
+    def run(self, cell: Cell, runs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Its result, or {"error": ...}."""
+        settings = {"store": str(self.store), "heat_file": "/dev/null", **cell.settings}
+        common = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024, "max_num_seqs": 64}
+        common |= {"model": str(self.model), "quantization": "moetier", "load_format": "moetier"}
+        if self.arguments.cpu:
+            settings |= {"slots": 0, "dram_records": settings["slots"]}
+        else:
+            common |= {"worker_cls": WORKER, "gpu_memory_utilization": 0.02}
+        common["additional_config"] = {"moetier": settings}
+        try:
+            return engine(runs, cell.environment, **common | cell.arguments)
+        except RuntimeError as error:
+            return {"error": str(error)}
+
+    def run_all(self, cells: Sequence[Cell], runs: list[dict[str, Any]]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """In their order, `at_once` of them beside each other."""
+        with ThreadPoolExecutor(self.arguments.at_once) as pool:
+            yield from zip(cells, pool.map(lambda cell: self.run(cell, runs), cells), strict=True)
 
 
 def prompts_of(model: Path, count: int) -> list[list[int]]:
@@ -75,133 +114,145 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
     return [tokenizer.encode(text).ids[:512] for text in texts[:count]]
 
 
-def identity(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
+def compare(bed: Bed, cells: Sequence[Cell], runs: list[dict[str, Any]], show: Report) -> bool:
+    """Run the cells, each against the first of its group; whether one failed or differs."""
+    references: dict[str, dict[str, Any]] = {}
+    failed = False
+    for cell, found in bed.run_all(cells, runs):
+        row: dict[str, Any] = {"what": cell.name, "group": cell.group}
+        if "error" in found:
+            show(row | found)
+            failed = True
+            continue
+        run = found["runs"][0]
+        reference = references.setdefault(cell.group, run)
+        for key in ("tokens", "logprobs"):
+            row[f"{key} differ"] = sum(a != b for a, b in zip(run[key], reference[key], strict=True))
+            failed |= bool(row[f"{key} differ"])
+        counts = run["counts"]
+        chosen = ("hits", "misses", "disk_reads", "slot_fills", "dram_fills", "streamed_bytes")
+        row |= {key: counts.get(key) for key in chosen}
+        row |= {key: counts.get(f"device_{key}") for key in ("pairs_cpu", "streamed", "helped")}
+        show(row | {"seconds": run["seconds"], "start_s": found["start_s"], "log": found["log"]})
+    return failed
+
+
+def identity(bed: Bed, show: Report) -> bool:
     """All prompts queued at once, greedy; every placement against all-resident."""
-    model, failed = Path(arguments.model), False
-    experts = json.loads((model / "config.json").read_text())["n_routed_experts"]
-    runs = [{"prompts": prompts_of(model, arguments.prompts), "max_tokens": arguments.tokens, "logprobs": 2}]
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        build(model, store)
-        common = {"model": str(model), "kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024, "max_num_seqs": 64}
-        placements: dict[str, dict[str, Any]] = {
-            "all resident": {"slots": experts},
-            "43 %": {"slots": round(0.43 * experts)},
-            "12 %": {"slots": round(0.12 * experts)},
-            "4 %": {"slots": max(1, round(0.04 * experts))},
-            "12 %, a quarter in DRAM": {"slots": round(0.12 * experts), "dram_records": "25%"},
-        }
-        for graphs in arguments.graphs.split(","):
-            reference: dict[str, Any] | None = None
-            for name, placement in placements.items():
-                try:
-                    found = engine(runs, **common, **tiers(store, graphs=graphs, **placement))
-                except RuntimeError as error:
-                    show({"what": f"{name}, graphs {graphs}", "error": str(error)}, rows)
-                    failed = True
-                    continue
-                run = found["runs"][0]
-                if reference is None and name != "all resident":
-                    continue  # there is nothing to compare with
-                reference = reference or run
-                differ = {key: run[key] != reference[key] for key in ("tokens", "logprobs")}
-                failed |= any(differ.values())
-                counted = {k.removeprefix("device_"): v for k, v in run["counts"].items() if k.startswith("device_")}
-                chosen = ("hits", "misses", "streamed", "pairs_cpu", "cpu_calls", "helped")
-                row = {"what": f"{name}, graphs {graphs}", **{k: counted.get(k) for k in chosen}}
-                row |= {
-                    "fills": run["counts"].get("slot_fills"),
-                    "seconds": run["seconds"],
-                    "start_s": found["start_s"],
-                }
-                show(row | {f"{key} differ": value for key, value in differ.items()} | {"log": found["log"]}, rows)
+    arguments = bed.arguments
+    runs = [{"prompts": prompts_of(bed.model, arguments.prompts), "max_tokens": arguments.tokens, "logprobs": 2}]
+    shares = {"43 %": 0.43, "25 %": 0.25, "12 %": 0.12, "4 %": 0.04}
+    cells = []
+    for graphs in arguments.graphs.split(","):
+        few = graphs in ("pieces", "all")
+        cells.append(bed.cell("all resident", graphs, graphs, 1.0))
+        cells += [bed.cell(name, graphs, graphs, share) for name, share in shares.items() if not few or share == 0.25]
+        cells.append(bed.cell("12 %, a quarter in DRAM", graphs, graphs, 0.12, dram_records="25%"))
+    return compare(bed, cells, runs, show)
+
+
+def batches(bed: Bed, show: Report) -> bool:
+    """VLLM_BATCH_INVARIANT=1: what vLLM alone keeps between batches and chunks, then the tiers in the same batch.
+
+    In the groups "vLLM" all experts are resident, so that a difference is vLLM's; in the others batch and chunk are the
+    same, so that a difference is ours. Only the latter count as a failure.
+    """
+    invariant = {"VLLM_BATCH_INVARIANT": "1"}
+    runs = [{"prompts": prompts_of(bed.model, 32), "max_tokens": bed.arguments.tokens, "logprobs": 2}]
+    sizes = [(1, 1024), (8, 1024), (32, 1024), (32, 64)]
+    alone, ours = [], []
+    for graphs in bed.arguments.graphs.split(","):
+        for sequences, chunk in sizes if graphs == "none" else sizes[1:2]:
+            name = f"batches of {sequences}, chunks of {chunk}"
+            engine = {"max_num_seqs": sequences, "max_num_batched_tokens": chunk}
+            more: dict[str, Any] = {"engine": engine, "environment": invariant}
+            alone.append(bed.cell(f"all resident, {name}", "vLLM", graphs, 1.0, **more))
+            ours.append(bed.cell(f"12 %, {name}", f"{graphs}, {name}", graphs, 0.12, **more))
+    found = dict[str, dict[str, Any]]()
+    failed = False
+    for cell, one in bed.run_all([*alone, *ours], runs):
+        row: dict[str, Any] = {"what": cell.name}
+        if "error" in one:
+            show(row | one)
+            failed = True
+            continue
+        run = one["runs"][0]
+        found[cell.name] = run
+        first = found.get(alone[0].name)
+        same = found.get(cell.name.replace("12 %", "all resident"))
+        for what, other in (("batches of 1", first), ("all resident", same)):
+            if other is not None:
+                pairs = [(run[key], other[key]) for key in ("tokens", "logprobs")]
+                row[f"differ from {what}"] = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in pairs]
+        failed |= any(row.get("differ from all resident", ()))
+        show(row | {"seconds": run["seconds"], "start_s": one["start_s"], "log": one["log"]})
     return failed
 
 
-def batches(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
-    """VLLM_BATCH_INVARIANT=1: the same prompts in batches of several sizes and chunks, and several placements."""
-    model, failed = Path(arguments.model), False
-    experts = json.loads((model / "config.json").read_text())["n_routed_experts"]
-    runs = [{"prompts": prompts_of(model, 32), "max_tokens": arguments.tokens, "logprobs": 2}]
-    cells = [(experts, 32, 1024), (experts // 8, 1, 1024), (experts // 8, 8, 1024), (experts // 8, 32, 64)]
-    reference: dict[str, Any] | None = None
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        build(model, store)
-        for slots, sequences, chunk in cells:
-            name = f"{slots} slots, {sequences} sequences, chunks of {chunk}"
-            arguments_of = {"model": str(model), "kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024}
-            arguments_of |= {"max_num_seqs": sequences, "max_num_batched_tokens": chunk}
-            try:
-                found = engine(
-                    runs, {"VLLM_BATCH_INVARIANT": "1"}, **arguments_of, **tiers(store, slots, arguments.graphs)
-                )
-            except RuntimeError as error:
-                show({"what": name, "error": str(error)}, rows)
-                failed = True
-                continue
-            run = found["runs"][0]
-            reference = reference or run
-            differ = {f"{key} differ": run[key] != reference[key] for key in ("tokens", "logprobs")}
-            failed |= any(differ.values())
-            show({"what": name, **differ, "s": run["seconds"]}, rows)
-    return failed
+def soak(bed: Bed, show: Report) -> bool:
+    """Four streams for `--seconds`: the same prompts again and again, every answer against the first round's."""
+    seconds = bed.arguments.seconds
+    runs = [{"prompts": prompts_of(bed.model, 24), "max_tokens": 48, "logprobs": 2, "repeat_seconds": seconds}]
+    four = {"engine": {"max_num_seqs": 4}, "dram_records": "40%", "fills_per_step": 8, "check_at_end": True}
+    found = bed.run(bed.cell("soak", "soak", bed.arguments.graphs, 0.25, **four), runs)
+    if "error" in found:
+        show({"what": "soak"} | found)
+        return True
+    run = found["runs"][0]
+    kept = ("hits", "misses", "disk_reads", "slot_fills", "dram_fills", "streamed_bytes", "device_helped")
+    row = {"what": "soak", "rounds": run["rounds"], "different": run["different"]}
+    row |= {key: run["counts"].get(key) for key in kept} | {"memory": memory_row(run["memory"])}
+    wanted = "have the right bytes" if bed.arguments.cpu else "slots agree, every record in them"
+    checked = any(wanted in line for line in found["log"])
+    show(row | {"checked at the end": checked, "start_s": found["start_s"], "log": found["log"]})
+    return bool(run["different"]) or not checked
 
 
-def speed(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> bool:
-    """Decode and prefill, all-resident against hybrid."""
-    import qwen3
-
-    quantization = json.loads((Path(arguments.model) / "config.json").read_text())["quantization_config"]
-    rng = random.Random(0)
-
-    def prompts(count: int, tokens: int) -> list[list[int]]:
-        return [[rng.randrange(qwen3.VOCABULARY) for _ in range(tokens)] for _ in range(count)]
-
-    prefill_tokens, steps = 8192, 64
-    runs = [{"prompts": prompts(1, prefill_tokens), "max_tokens": 1} for _ in range(6)]
-    for streams in (1, 4, 8):
-        runs += [{"prompts": prompts(streams, 32), "max_tokens": n} for _ in range(5) for n in (1, 1 + steps)]
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        model, store = Path(folder) / "model", Path(folder) / "store"
-        start = time.monotonic()
-        qwen3.write(model, arguments.layers, quantization)
-        written = time.monotonic()
-        build(model, store)
-        show({"what": "made", "write_s": written - start, "build_s": time.monotonic() - written}, rows)
-        common = {"model": str(model), "kv_cache_memory_bytes": 4 << 30, "max_model_len": prefill_tokens + 256}
-        common |= {"max_num_seqs": 32, "max_num_batched_tokens": prefill_tokens}
-        for share in (1.0, 0.43, 0.25):
-            slots = round(share * qwen3.EXPERTS)
-            threads = max(1, (os.cpu_count() or 1) - 2)
-            found = engine(runs, **common, **tiers(store, slots, arguments.graphs, threads=threads))
-            prefill = [run["seconds"] for run in found["runs"][1:6]]
-            before, after = found["runs"][0]["counts"], found["runs"][5]["counts"]
-            streamed = (after.get("streamed_bytes", 0) - before.get("streamed_bytes", 0)) / sum(prefill)
-            row = {"what": f"{share:.0%} in slots", "prefill_tok_s": prefill_tokens / statistics.median(prefill)}
-            row |= {"streamed_GB_s": streamed / 1e9, "start_s": found["start_s"]}
-            for i, streams in enumerate((1, 4, 8)):
-                timed = [run["seconds"] for run in found["runs"][6 + 10 * i : 16 + 10 * i]]
-                pairs = [(timed[j + 1] - timed[j]) / steps for j in range(0, 10, 2)]
-                row[f"decode_{streams}_tok_s"] = streams / statistics.median(pairs)
-            show(row | {"costs": after.get("costs"), "log": found["log"]}, rows)
-    return False
+def memory_row(samples: list[dict[str, int]]) -> dict[str, str]:
+    """MiB after the first fifth, the half, and at the end."""
+    at = [samples[len(samples) // 5], samples[len(samples) // 2], samples[-1]]
+    return {key: " ".join(str(sample[key]) for sample in at) for key in at[0]}
 
 
 def main() -> int:
     """Exit 1 on a difference or an error."""
+    import ranks
+    import speed
+
+    parts: dict[str, Callable[[Bed, Report], bool]] = {
+        "identity": identity,
+        "batches": batches,
+        "soak": soak,
+        "ranks": ranks.ranks,
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("identity", "batches", "speed"))
+    parser.add_argument("part", choices=(*parts, "speed"))
     parser.add_argument("model")
-    parser.add_argument("--graphs", default="none", help="none, decode, all; identity takes several")
+    parser.add_argument("--graphs", default="none", help=f"{', '.join(GRAPHS)}; several for identity and batches")
+    parser.add_argument("--at-once", type=int, default=1, help="engines beside each other")
+    parser.add_argument("--threads", type=int, help="CPU threads that compute, of each engine")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--folder", help="speed: where the model and its store are made")
+    parser.add_argument("--seconds", type=float, default=300, help="soak: how long")
+    parser.add_argument("--layers", type=int, default=6, help="speed: of the model that is made")
+    parser.add_argument("--folder", help="where stores and models are made")
+    parser.add_argument("--cpu", action="store_true", help="without a GPU: the same shares of the experts, in DRAM")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
+
+    def show(row: dict[str, Any]) -> None:
+        hidden = ("what", "log", "error")
+        cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k not in hidden]
+        print(f"{row['what']:52} {'  '.join(cells)}{row.get('error', '')[-2500:]}", flush=True)
+        rows.append(row)
+        if os.environ.get("OUT"):
+            Path(os.environ["OUT"], f"vllm-{arguments.part}.json").write_text(json.dumps(rows, indent=1))
+
     try:
-        return int({"identity": identity, "batches": batches, "speed": speed}[arguments.part](arguments, rows))
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            if arguments.part == "speed":
+                return int(speed.speed(arguments, Path(folder), show))
+            return int(parts[arguments.part](Bed(arguments, Path(folder)), show))
     except Exception:
         traceback.print_exc()
         return 1

@@ -112,22 +112,24 @@ class TieredModel:
 
         Between steps. IntegrityError where one is not right.
         """
-        checked = 0
-        for index, layer in self._attached.items():
-            number, tier = self.store.manifest.layers[index].number, layer.tier
-            try:
-                tier.check_integrity()
-                self.staging.check_integrity()
-            except AssertionError as error:
-                raise IntegrityError(f"layer {number}: the DRAM tier does not agree with itself: {error}") from error
-            for expert in map(int, tier.resident):
-                data = tier.record(expert)[self.part.shift :][: self.part.end - self.part.begin]
-                if wrong := self.store.problem(index, expert, data, self.part.first):
-                    raise IntegrityError(
-                        f"layer {number}, expert {expert}: the record in DRAM has {wrong}; this machine's memory is at "
-                        "fault, or moetier: do not trust its answers"
-                    )
-                checked += 1
+        return sum(self.check_records(index, layer.tier) for index, layer in self._attached.items())
+
+    def check_records(self, index: int, tier: DramTier) -> int:
+        """`check_integrity` of the DRAM tier of one layer, by its index in the store."""
+        number, checked = self.store.manifest.layers[index].number, 0
+        try:
+            tier.check_integrity()
+            self.staging.check_integrity()
+        except AssertionError as error:
+            raise IntegrityError(f"layer {number}: the DRAM tier does not agree with itself: {error}") from error
+        for expert in map(int, tier.resident):
+            data = tier.record(expert)[self.part.shift :][: self.part.end - self.part.begin]
+            if wrong := self.store.problem(index, expert, data, self.part.first):
+                raise IntegrityError(
+                    f"layer {number}, expert {expert}: the record in DRAM has {wrong}; this machine's memory is at "
+                    "fault, or moetier: do not trust its answers"
+                )
+            checked += 1
         return checked
 
     def save_heat(self) -> None:

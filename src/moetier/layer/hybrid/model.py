@@ -261,10 +261,9 @@ class HybridModel:
 
     def check_integrity(self) -> None:
         """Slots, tables, tiers and the store's bytes agree. Waits for the device; between steps."""
-        reader, room = self.tiers.reader, self.tiers.staging
         for layer in self.layers:
-            layer.check_integrity(reader, room)
-        room.check_integrity()
+            layer.check_integrity(self.tiers.reader, self.tiers.staging)
+            self.tiers.check_records(layer.index, layer.tier)
 
     def counts(self) -> dict[str, int]:
         """What the device and the mailbox counted. Waits for the device."""

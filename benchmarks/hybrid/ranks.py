@@ -1,0 +1,141 @@
+"""Tensor parallelism over two GPUs: a rank's bits against the oracle of its slices, what it reads, tokens, speed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from engine import engine
+
+from moetier.formats import RecordLayout
+from moetier.kernels import oracle
+from moetier.kernels.gpu import DeviceExperts
+from moetier.residency import DiskReader, Part
+from moetier.residency.arena import Arena
+from moetier.serve.counting import read_snapshots
+from moetier.store.build import build_store
+from moetier.store.store import Store
+
+if TYPE_CHECKING:
+    from under_vllm import Bed
+
+RANKS, SLICES, CALLS, TOKENS = 2, 4, 12, (1, 3, 8, 32)
+ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+Report = Callable[[dict[str, Any]], None]
+
+
+def ranks(bed: Bed, show: Report) -> bool:
+    """All of it from one store of SLICES slices."""
+    folder = bed.store.parent / "sliced"
+    build_store(bed.model, folder, slices=SLICES)
+    failed = False
+    with Store.open(folder) as store:
+        for rank in range(RANKS):
+            row = against_oracle(store, Part(store.manifest.layer_geometry, rank, RANKS))
+            failed |= bool(row["differ"])
+            show(row)
+    return failed | under_vllm(bed, folder, show)
+
+
+def against_oracle(store: Store, part: Part) -> dict[str, Any]:
+    """Random calls of the first layer through the device's kernels of one rank."""
+    g, family = part.narrow, store.manifest.layer_family
+    layout, rng = RecordLayout.of(g), np.random.default_rng(part.rank)
+    reader, arena = DiskReader(store, 4, part=part), Arena(g.experts, part.room, part.shift)
+    slots = torch.zeros((g.experts, layout.stride), dtype=torch.uint8, device="cuda")
+    matrices = {}
+    for expert in range(g.experts):
+        reader.read(0, expert, arena.view(expert))
+        record = np.zeros(layout.stride, np.uint8)
+        size = part.count * layout.slice_bytes
+        record[:size] = arena.view(expert)[part.shift : part.shift + size]
+        slots[expert] = torch.from_numpy(record).cuda()
+        matrices[expert] = layout.unpack(record)
+    reader.close()
+    experts, differ = DeviceExperts(g, family, max(TOKENS)), 0
+    table = torch.arange(g.experts, dtype=torch.int32, device="cuda")
+    for number in range(CALLS):
+        tokens = TOKENS[number % len(TOKENS)]
+        x = oracle.to_bf16(rng.standard_normal((tokens, g.hidden), np.float32))
+        ids = np.argsort(rng.random((tokens, g.experts)), axis=1)[:, : g.top_k].astype(np.int32)
+        weights = rng.random((tokens, g.top_k), np.float32)
+        given = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).cuda()
+        out = experts.forward(given, torch.from_numpy(ids).cuda(), torch.from_numpy(weights).cuda(), table, slots)
+        wanted = oracle.moe_layer(oracle.from_bf16(x), ids, weights, matrices, g.experts, family, part.count)
+        differ += int((out.view(torch.int16).cpu().numpy().view(np.uint16) != wanted).sum())
+    return {"what": f"rank {part.rank} of {part.ranks} against the oracle", "calls": CALLS, "differ": differ}
+
+
+def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
+    """The same prompts with all experts in slots, and with some; counters of each rank come over its file."""
+    from under_vllm import GRAPHS, WORKER, prompts_of
+
+    prompts = prompts_of(bed.model, 32)
+    runs = [{"prompts": prompts, "max_tokens": 32, "logprobs": 2}] * 2
+    runs += [{"prompts": prompts[:1], "max_tokens": 65}] * 2
+    placements: dict[str, dict[str, Any]] = {
+        "all resident": {"slots": bed.experts},
+        "25 %": {"slots": bed.slots(0.25)},
+        "12 %, a quarter in DRAM": {"slots": bed.slots(0.12), "dram_records": "25%"},
+    }
+
+    def start(settings: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        with tempfile.TemporaryDirectory() as counters:
+            common = {"store": str(store), "heat_file": "/dev/null", "dram_records": "100%", "check_at_end": True}
+            found = engine(
+                runs,
+                ENVIRONMENT,
+                model=str(bed.model),
+                tensor_parallel_size=RANKS,
+                distributed_executor_backend="mp",
+                disable_custom_all_reduce=True,
+                kv_cache_memory_bytes=1 << 30,
+                max_model_len=1024,
+                max_num_seqs=64,
+                gpu_memory_utilization=0.02,
+                quantization="moetier",
+                load_format="moetier",
+                worker_cls=WORKER,
+                additional_config={"moetier": {**common, "counters_folder": counters, **settings}},
+                **GRAPHS[bed.arguments.graphs],
+            )
+            return found, read_snapshots(Path(counters))
+
+    failed, reference = False, None
+    with ThreadPoolExecutor(bed.arguments.at_once) as pool:
+        done = {name: pool.submit(start, settings) for name, settings in placements.items()}
+        for name, one in done.items():
+            try:
+                found, snapshots = one.result()
+            except RuntimeError as error:
+                show({"what": f"TP={RANKS}, {name}", "error": str(error)})
+                failed = True
+                continue
+            run = found["runs"][0]
+            reference = reference or run
+            row: dict[str, Any] = {"what": f"TP={RANKS}, {name}"}
+            for key in ("tokens", "logprobs"):
+                row[f"{key} differ"] = sum(a != b for a, b in zip(run[key], reference[key], strict=True))
+                failed |= bool(row[f"{key} differ"])
+            row["tok_s, 32 streams"] = 32 * 32 / found["runs"][1]["seconds"]
+            row["tok_s, 1 stream"] = 65 / found["runs"][3]["seconds"]
+            failed |= len(snapshots) != RANKS
+            with Store.open(store) as opened:
+                geometry = opened.manifest.layer_geometry
+            for snapshot in snapshots:
+                part = Part(geometry, snapshot.rank, RANKS)
+                row[f"rank {snapshot.rank}"] = {
+                    "records read": snapshot.disk_reads,
+                    "bytes": snapshot.disk_bytes,
+                    "of whole records": snapshot.disk_bytes / max(1, snapshot.disk_reads * part.layout.stride),
+                    "misses": snapshot.total.misses,
+                    "slot fills": snapshot.total.slot_fills,
+                }
+                failed |= snapshot.disk_bytes != snapshot.disk_reads * part.room
+            show(row | {"start_s": found["start_s"], "log": found["log"]})
+    return failed

@@ -1,0 +1,97 @@
+"""Decode and prefill under vLLM with a model of Qwen3-235B's shape, all-resident against hybrid."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import qwen3
+from engine import Engine
+
+PREFILL_TOKENS, STEPS, ROUNDS, STREAMS = 8192, 64, 5, (1, 4, 8)
+SHARES = (1.0, 0.43, 0.25)
+
+
+def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]], None]) -> bool:
+    """The engines start beside each other, then take turns: each is measured while the others wait."""
+    from under_vllm import GRAPHS, WORKER
+
+    from moetier.store.build import build_store
+
+    quantization = json.loads((Path(arguments.model) / "config.json").read_text())["quantization_config"]
+    model, store, start = folder / "model", folder / "store", time.monotonic()
+    qwen3.write(model, arguments.layers, quantization)
+    written = time.monotonic()
+    build_store(model, store)
+    show({"what": "made", "write_s": written - start, "build_s": time.monotonic() - written})
+    threads = arguments.threads or max(1, (os.cpu_count() or 1) - 2)
+    engines = {}
+    for share in SHARES:
+        settings = {"store": str(store), "slots": round(share * qwen3.EXPERTS), "dram_records": "100%"}
+        settings |= {"heat_file": "/dev/null", "threads": threads}
+        engines[share] = Engine(
+            runs(),
+            model=str(model),
+            kv_cache_memory_bytes=4 << 30,
+            max_model_len=PREFILL_TOKENS + 256,
+            max_num_seqs=32,
+            max_num_batched_tokens=PREFILL_TOKENS,
+            gpu_memory_utilization=0.05,
+            quantization="moetier",
+            load_format="moetier",
+            worker_cls=WORKER,
+            additional_config={"moetier": settings},
+            **GRAPHS[arguments.graphs],
+        )
+    try:
+        for started in engines.values():
+            started.wait()
+        for share, started in engines.items():
+            started.go()
+            show({"what": f"{share:.0%} in slots"} | row(started.result()))
+    finally:
+        for started in engines.values():
+            started.process.kill()
+    return False
+
+
+def runs() -> list[dict[str, Any]]:
+    """One prefill and ROUNDS more; then for every number of streams, pairs of runs that differ by STEPS steps."""
+    rng = random.Random(0)
+
+    def prompts(count: int, tokens: int) -> list[list[int]]:
+        return [[rng.randrange(qwen3.VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+    made = [{"prompts": prompts(1, PREFILL_TOKENS), "max_tokens": 1} for _ in range(1 + ROUNDS)]
+    for streams in STREAMS:
+        made += [{"prompts": prompts(streams, 32), "max_tokens": n} for _ in range(ROUNDS) for n in (1, 1 + STEPS)]
+    return made
+
+
+def row(found: dict[str, Any]) -> dict[str, Any]:
+    """Tokens a second, and the bytes a second that prefill streamed, against the link as the server measured it."""
+    done, first = found["runs"], ROUNDS + 1
+    prefill = [run["seconds"] for run in done[1:first]]
+    before, after = done[0]["counts"], done[ROUNDS]["counts"]
+    streamed = (after.get("streamed_bytes", 0) - before.get("streamed_bytes", 0)) / sum(prefill)
+    made: dict[str, Any] = {
+        "prefill_tok_s": PREFILL_TOKENS / statistics.median(prefill),
+        "streamed_GB_s": streamed / 1e9,
+    }
+    made["prefill_ms"] = " ".join(f"{1e3 * one:.0f}" for one in prefill)
+    if streamed:
+        record = (qwen3.HIDDEN * qwen3.INTERMEDIATE * 3 // 2) * 17 // 16
+        link = record / after["costs"]["stream_expert"] * 1e9
+        made |= {"link_GB_s": link / 1e9, "share_of_link": streamed / link}
+    for i, streams in enumerate(STREAMS):
+        timed = [run["seconds"] for run in done[first + 2 * ROUNDS * i : first + 2 * ROUNDS * (i + 1)]]
+        pairs = [(timed[j + 1] - timed[j]) / STEPS for j in range(0, 2 * ROUNDS, 2)]
+        made[f"decode_{streams}_tok_s"] = streams / statistics.median(pairs)
+    return made | {"start_s": found["start_s"], "costs": after.get("costs"), "log": found["log"]}
