@@ -86,7 +86,12 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
 
     def start(settings: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         with tempfile.TemporaryDirectory() as counters:
-            common = {"store": str(store), "heat_file": "/dev/null", "dram_records": "100%", "check_at_end": True}
+            common = {
+                "store": str(store),
+                "heat_file": f"{counters}/heat",
+                "dram_records": "100%",
+                "check_at_end": True,
+            }
             found = engine(
                 runs,
                 ENVIRONMENT,

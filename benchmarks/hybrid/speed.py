@@ -35,7 +35,7 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
     engines = {}
     for share in SHARES:
         settings = {"store": str(store), "slots": round(share * qwen3.EXPERTS), "dram_records": "100%"}
-        settings |= {"heat_file": "/dev/null", "threads": threads}
+        settings |= {"heat_file": str(folder / f"heat-{share}"), "threads": threads}
         engines[share] = Engine(
             runs(),
             model=str(model),

@@ -66,7 +66,7 @@ class Bed:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         from moetier.store.build import build_store
 
-        self.arguments, self.model, self.store = arguments, Path(arguments.model), folder / "store"
+        self.arguments, self.model, self.folder, self.store = arguments, Path(arguments.model), folder, folder / "store"
         build_store(self.model, self.store)
         self.experts = json.loads((self.model / "config.json").read_text())["n_routed_experts"]
 
@@ -81,7 +81,7 @@ class Bed:
 
     def run(self, cell: Cell, runs: list[dict[str, Any]]) -> dict[str, Any]:
         """Its result, or {"error": ...}."""
-        settings = {"store": str(self.store), "heat_file": "/dev/null", **cell.settings}
+        settings = {"store": str(self.store), "heat_file": str(self.folder / f"{id(cell)}"), **cell.settings}
         common = {"kv_cache_memory_bytes": 1 << 30, "max_model_len": 1024, "max_num_seqs": 64}
         common |= {"model": str(self.model), "quantization": "moetier", "load_format": "moetier"}
         if self.arguments.cpu:

@@ -103,6 +103,17 @@ def test_a_pipe_or_a_huge_file_is_not_read(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("expected a regular file") == 2
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    path, heat = tmp_path / "heat.json", Heat(2, 4, IDENTITY)
+    heat.add(0, np.array([1], np.int32), np.array([3], np.int32), 1)
+    os.mkfifo(path)
+    heat.save(path)
+    assert path.is_fifo()
+    path.unlink()
+    heat.save(path)
+    assert Heat.load(path, 2, 4, IDENTITY).counts[0, 1]
+
+
 def test_two_savers_of_one_file_leave_it_whole(tmp_path: Path) -> None:
     path = tmp_path / "heat.json"
     command = [sys.executable, "-c", SAVER, str(path)]

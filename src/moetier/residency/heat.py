@@ -65,7 +65,12 @@ class Heat:
         return order[:number].astype(np.int32)
 
     def save(self, path: Path) -> None:
-        """Write atomically: a kill leaves the old file or the new one. Does nothing if nothing was counted."""
+        """Write atomically: a kill leaves the old file or the new one. Does nothing if nothing was counted.
+
+        Nor where `path` is a device such as /dev/null, or a pipe: the new file would take its place.
+        """
+        if path.exists() and not path.is_file():
+            return
         counts = self.counts.copy()
         if np.array_equal(counts, self._saved) and path.exists():
             return
