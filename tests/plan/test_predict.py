@@ -122,7 +122,7 @@ def test_all_in_slots_misses_nothing():
     case, costs = case_of(gpus="8x180GB", ram="512GB")
     assert case.placement.slots == 384
     parts = decode_parts(case, costs)
-    assert parts["experts on the CPU"] == parts["experts from disk"] == parts["handover"] == 0
+    assert parts["missed experts"] == parts["experts from disk"] == parts["handover"] == 0
 
 
 def test_bands_are_narrower_where_rates_were_measured():

@@ -26,7 +26,9 @@ class Engine:
     reduce: Known
     """One all-reduce of a decode step; two a layer when there is more than one rank."""
     step: Known
-    """Scheduler and sampling, once a step."""
+    """Sampling and what else of a step nothing hides."""
+    host: Known
+    """Scheduling and launching a step on the host, while the device computes the one before: the least a step takes."""
     start: Known
     """From the command to the first answer, beside reading weights."""
 
@@ -37,7 +39,8 @@ ENGINES = {
         "published: decode in CUDA graphs, on four 32 GB cards of compute capability 12.0",
         Known(31e-6, 0.3, FOUR + "a step of 7.5 ms less 1.3 ms of misses, dense and expert bytes, and reductions"),
         Known(16e-6, 0.35, "assumed: an all-reduce of one token's hidden row over PCIe"),
-        Known(0.5e-3, 0.4, "assumed: scheduling and sampling with asynchronous scheduling"),
+        Known(0.5e-3, 0.4, "assumed: what asynchronous scheduling does not hide, and sampling"),
+        Known(2.1e-3, 0.3, "measured: vLLM 0.26 on one H200, 6 layers all in slots: 1, 4 and 8 streams 2.5 to 2.9 ms"),
         Known(90.0, 0.5, "assumed: imports, profiling, compilation from a warm cache, graph capture"),
     ),
     "vllm-eager": Engine(
@@ -46,6 +49,7 @@ ENGINES = {
         Known(500e-6, 0.5, "assumed: some 25 launches and their Python for each layer"),
         Known(40e-6, 0.5, "assumed"),
         Known(3e-3, 0.5, "assumed"),
+        Known(0.0, 0.0, "launches are the layers' time"),
         Known(60.0, 0.5, "assumed: imports and profiling"),
     ),
     "vllm-cpu": Engine(
@@ -54,6 +58,7 @@ ENGINES = {
         Known(400e-6, 0.5, "assumed: some 25 operators of torch for each layer"),
         Known(0.0, 0.0, "one rank"),
         Known(5e-3, 0.5, "assumed"),
+        Known(0.0, 0.0, "nothing overlaps"),
         Known(40.0, 0.5, "assumed: imports and warm-up"),
     ),
 }
@@ -65,7 +70,12 @@ COMMON = {
     "expert_share": Known(0.72, 0.1, "measured: of the copy rate, our kernels beyond 13 us (docs/device-kernels.md)"),
     "expert": Known(13e-6, 0.3, "measured: what our kernels of one layer take whatever the bytes, on one H200"),
     "ops_share": Known(0.25, 0.3, "measured: 240 of 989 TFLOP/s by our prefill kernels on one H200"),
-    "miss": Known(12e-6, 0.5, FOUR + "about 130 us for each layer with a miss, less the kernel's time for 1.2 records"),
+    "miss": Known(
+        12e-6, 0.4, "measured: a layer with one miss less its call on the CPU, on one H200: 14 us (docs/hybrid.md)"
+    ),
+    "together": Known(
+        1.15, 0.07, "measured: CPU and link together read 1.1 to 1.2 of what the CPU's threads do, on one H200"
+    ),
     "read": Known(60e-6, 0.5, "assumed: latency of a layer's reads from disk before the first byte"),
     "overlap": Known(
         0.75, 0.15, FOUR + "time to first token with records on disk, against either of disk and link alone"
@@ -85,11 +95,13 @@ class Costs:
     link_rate: Known
     dram_rate: Known
     cpu_rate: Known
+    cpu_call: Known
     cpu_ops: Known
     disk_rate: Known
     layer: Known
     reduce: Known
     step: Known
+    host: Known
     start: Known
     skew: Known
     dense_share: Known
@@ -97,6 +109,7 @@ class Costs:
     expert: Known
     ops_share: Known
     miss: Known
+    together: Known
     read: Known
     overlap: Known
     scan_share: Known
@@ -137,11 +150,13 @@ def costs_of(hardware: Hardware, engine: Engine) -> Costs:
         link_rate=hardware.link_rate,
         dram_rate=hardware.dram_rate,
         cpu_rate=hardware.cpu_rate,
+        cpu_call=hardware.cpu_call,
         cpu_ops=hardware.cpu_ops,
         disk_rate=hardware.disk_rate,
         layer=engine.layer,
         reduce=engine.reduce,
         step=engine.step,
+        host=engine.host,
         start=engine.start,
         **COMMON,
     )

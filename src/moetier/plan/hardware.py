@@ -37,10 +37,13 @@ COPY_SHARE = 0.875
 DDR = {"DDR3": 1866, "DDR4": 3200, "DDR5": 4800}
 DRAM_SHARE = 0.80
 """Of the channels' nominal rate, what reads from many threads reach. Assumed; doctor --measure replaces it."""
-KERNEL_SHARE = 0.68
-"""Of what reads reach, what one missed expert on the CPU reaches, its threads' start and end counted. Published: about
-130 us for a layer with a miss, 18.8 MB over eight channels of DDR5, whose speed is not stated. Ours reach 0.94 of 134
-GB/s on 16 cores (docs/performance.md); doctor --measure replaces it."""
+KERNEL_SHARE = 0.85
+"""Of what reads reach, what the CPU's kernel reaches beyond CALL. Ours reach 0.94 of 134 GB/s on 16 cores, and 0.92 of
+what reads reach in a server's own measurement at its start (docs/performance.md, docs/hybrid.md); doctor --measure
+replaces it."""
+CALL = 50e-6
+"""Seconds of a call to the kernel beyond its bytes: threads start and end, the first bytes arrive. Published: about 130
+us for a layer with a miss, 18.8 MB over eight channels of DDR5, of unknown speed. doctor --measure replaces it."""
 SERVER_RAM = 192 * GIB
 """From here on, RAM is taken to be on eight channels, below on two."""
 DEFAULT_DISK = 5e9
@@ -62,7 +65,9 @@ class Hardware:
     dram_rate: Known
     """Reads by many threads, or by all links."""
     cpu_rate: Known
-    """Bytes of records that the CPU's kernel computes with, one token an expert."""
+    """Bytes of records that the CPU's kernel computes with, one token an expert, beyond `cpu_call`."""
+    cpu_call: Known
+    """Seconds of one call of it, whatever it computes."""
     cpu_ops: Known
     disk_rate: Known
     identity: str
@@ -76,6 +81,7 @@ def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardwar
         raise SettingsError(f"expected GPUs of one size, found {sizes}; plan for the equal ones with --gpus")
     card = _card(gpus[0]) if gpus else None
     dram = _dram_rate(rates, machine)
+    cpu_rate, cpu_call = _cpu_rate(rates, dram, record)
     smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
     return Hardware(
         gpus=len(gpus),
@@ -89,7 +95,8 @@ def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardwar
         ),
         link_rate=_link_rate(rates, gpus, card),
         dram_rate=dram,
-        cpu_rate=_cpu_rate(rates, dram, record),
+        cpu_rate=cpu_rate,
+        cpu_call=cpu_call,
         cpu_ops=_cpu_ops(rates, machine.cpu),
         disk_rate=_disk_rate(rates),
         identity=machine.identity,
@@ -141,17 +148,28 @@ def _dram_rate(rates: Rates, machine: Machine) -> Known:
     return dram_by_channels(f"{channels}xDDR5", assumed=True)
 
 
-def _cpu_rate(rates: Rates, dram: Known, record: RecordLayout | None) -> Known:
-    """The measured kernel of the nearest shape, else a share of the reads."""
+def _cpu_rate(rates: Rates, dram: Known, record: RecordLayout | None) -> tuple[Known, Known]:
+    """What a record and what a call costs: from the measured kernel of the nearest shape, else a share of the reads.
+
+    A call of one expert and one of a token's experts differ in nothing but their bytes.
+    """
     single = [rate for rate in rates.kernel if rate.tokens == 1]
     if not single:
-        text = f"{KERNEL_SHARE:.0%} of reads from DRAM (published: 130 us for a layer with a miss)"
-        return Known(dram.value * KERNEL_SHARE, dram.spread + 0.15, text)
+        why = f"{KERNEL_SHARE:.0%} of reads from DRAM"
+        call = "published: 130 us for a layer with a miss, less its bytes at that rate"
+        return Known(dram.value * KERNEL_SHARE, dram.spread + 0.1, why), Known(CALL, 0.5, call)
     inner = record.intermediate if record else 0
     near = min(single, key=lambda rate: abs(rate.intermediate - inner))
     same = [rate for rate in single if (rate.hidden, rate.intermediate) == (near.hidden, near.intermediate)]
-    best = max(same, key=lambda rate: rate.bytes_per_s)
-    return Known(best.bytes_per_s, MEASURED, f"measured kernel {best.isa} on {best.threads} threads, one token")
+    many, one = max(same, key=lambda rate: rate.experts), min(same, key=lambda rate: rate.experts)
+    measured = f"measured kernel {many.isa} on {many.threads} threads, one token"
+    more = many.seconds - one.seconds
+    if many.experts < one.experts + 1 or more <= 0:
+        return Known(many.bytes_per_s, MEASURED, measured), Known(CALL, 0.5, "assumed: not measured here")
+    whole = many.bytes_per_s * many.seconds / many.experts
+    rate = (many.experts - one.experts) * whole / more
+    rate, call_s = min(rate, dram.value), one.seconds - one.experts * whole / min(rate, dram.value)
+    return Known(rate, MEASURED, measured), Known(max(call_s, 1e-6), 0.2, f"{measured}, of one expert less its bytes")
 
 
 def dram_by_channels(text: str, assumed: bool = False) -> Known:

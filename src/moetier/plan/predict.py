@@ -1,6 +1,7 @@
 """Seconds from bytes: what each tier needs for a step, and how that adds up.
 
-Decode, layer by layer: the device's own work, then the missed experts on the CPU, after those on disk have arrived.
+Decode, layer by layer: the device's own work; meanwhile the missed experts, on the CPU and over the link (misses.py),
+after those on disk have arrived.
 Prefill, chunk by chunk: experts without a slot cross the links, those without a place in DRAM come from disk before;
 arithmetic hides behind both, and they behind each other but for a part.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from moetier.plan.costs import Costs
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import Hardware
+from moetier.plan.misses import FILLS, PLANNED, STAGED, Split, distribution
 from moetier.plan.placement import Placement
 from moetier.plan.workload import Workload
 
@@ -47,10 +49,19 @@ class Case:
         return self.hardware.gpus == 0
 
 
-def decode_parts(case: Case, costs: Costs, streams: int = 1, rows: float | None = None) -> dict[str, float]:
-    """Seconds of one decode step by part, its sum being the step. rows: tokens in it, `streams` by default."""
+def decode_parts(case: Case, costs: Costs, streams: int = 1) -> dict[str, float]:
+    """Seconds of one decode step by part, its sum being the step."""
+    return _with_host(_target_parts(case, costs, streams, float(streams)), costs)
+
+
+def _with_host(parts: dict[str, float], costs: Costs) -> dict[str, float]:
+    """And where the device is done before the host has the next step ready, that time."""
+    return parts | {"waiting for the host": max(0.0, costs.host.value + costs.step.value - sum(parts.values()))}
+
+
+def _target_parts(case: Case, costs: Costs, streams: int, rows: float) -> dict[str, float]:
+    """Of a step with `rows` tokens, the drafter's and the host's time left out."""
     g, p, work = case.geometry, case.placement, case.workload.bent(costs.skew.value)
-    rows = float(streams) if rows is None else rows
     dense_rate = (costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.dense_share.value) * p.ranks
     parts = {
         "engine": costs.step.value + g.layers * costs.layer.value,
@@ -58,23 +69,62 @@ def decode_parts(case: Case, costs: Costs, streams: int = 1, rows: float | None 
         "dense weights": g.parts.read_each_step / dense_rate,
         "context": streams * _context(case, costs),
     }
-    if not case.on_cpu:
-        held = work.distinct(rows) - work.missed(p.slots, rows)
-        rate = costs.gpu_rate.value * costs.expert_share.value * p.ranks
-        parts["experts in slots"] = g.moe_layers * (
-            held * g.record_bytes / rate + (costs.expert.value if held else 0.0)
-        )
-    missed = work.missed(p.slots, rows)
-    parts["handover"] = 0.0 if case.on_cpu else g.moe_layers * work.any_missed(p.slots, rows) * costs.miss.value
-    ops = rows * work.top_k * (1 - work.hit_rate(p.slots)) * 6 * g.hidden * g.intermediate
-    parts["experts on the CPU"] = g.moe_layers * max(
-        missed * g.record_bytes / costs.cpu_rate.value, ops / costs.cpu_ops.value
-    )
+    parts |= _cpu_experts(case, costs, work, rows) if case.on_cpu else _device_experts(case, costs, work, rows)
     cold, any_cold = work.missed(p.covered, rows), work.any_missed(p.covered, rows)
     parts["experts from disk"] = g.moe_layers * (
         cold * g.record_bytes / costs.disk_rate.value + any_cold * costs.read.value
     )
     return parts
+
+
+def _device_experts(case: Case, costs: Costs, work: Workload, rows: float) -> dict[str, float]:
+    """Experts in slots, and what the missed ones take beyond the time that the device needs for its own.
+
+    With several ranks nothing counts as streamed in decode: published rows of four cards are as if none were, and ours
+    were not measured. What is copied into slots after a step is read out of the DRAM that the next step's misses need.
+    """
+    g, p = case.geometry, case.placement
+    chances = work.miss_chances(p.slots, rows)
+    held = work.distinct(rows) - float(chances.sum())
+    rate = costs.gpu_rate.value * costs.expert_share.value * p.ranks
+    device = held * g.record_bytes / rate + (costs.expert.value if held else 0.0)
+    likely, split = distribution(chances), _split(case, costs, work, rows, device)
+    if p.ranks == 1 and rows > PLANNED:
+        times = split.all_streamed(likely.size - 1)
+    else:
+        times = split.seconds(likely.size - 1, STAGED if p.ranks == 1 else 0)
+    beyond = float((likely * (times - device)).sum())
+    fills = min(FILLS, g.moe_layers * float(chances.sum()))
+    return {
+        "experts in slots": g.moe_layers * device,
+        "handover": g.moe_layers * float(1 - likely[0]) * costs.miss.value,
+        "missed experts": g.moe_layers * beyond,
+        "fills of slots": fills * split.dram,
+    }
+
+
+def _cpu_experts(case: Case, costs: Costs, work: Workload, rows: float) -> dict[str, float]:
+    """All routed experts, where there is no device."""
+    likely = distribution(work.miss_chances(0, rows))
+    times = _split(case, costs, work, rows, 0.0).seconds(likely.size - 1, staged=0)
+    return {"experts on the CPU": case.geometry.moe_layers * float((likely * times).sum())}
+
+
+def _split(case: Case, costs: Costs, work: Workload, rows: float, device: float) -> Split:
+    """What one missed record costs by each way; with several tokens an expert, arithmetic may bound the CPU.
+
+    device: seconds of a layer's experts in slots.
+    """
+    g, p = case.geometry, case.placement
+    pairs = rows * work.top_k * (1 - work.hit_rate(p.slots)) / max(work.missed(p.slots, rows), 1e-9)
+    ops = max(pairs, 1.0) * 6 * g.hidden * g.intermediate / costs.cpu_ops.value
+    return Split(
+        device,
+        costs.cpu_call.value,
+        max(g.record_bytes / costs.cpu_rate.value, ops),
+        g.record_bytes / costs.link_rate.value,
+        g.record_bytes / (costs.dram_rate.value * costs.together.value),
+    )
 
 
 def _context(case: Case, costs: Costs) -> float:
@@ -99,16 +149,16 @@ def draft_parts(case: Case, costs: Costs, streams: int, draft: Draft) -> dict[st
     once a token (MTP). Its experts are on the device or, without one, in DRAM.
     """
     g, p = case.geometry, case.placement
-    parts = decode_parts(case, costs, streams, float(streams * (1 + draft.tokens)))
+    parts = _target_parts(case, costs, streams, float(streams * (1 + draft.tokens)))
     if g.drafter is None:
-        return parts
+        return _with_host(parts, costs)
     passes = 1 if g.drafter.kind == "dspark" else draft.tokens
     layers = g.drafter.layers * passes
     rate = costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.expert_share.value
     picked = min(g.drafter.experts, g.drafter.top_k * streams) * g.record_bytes if g.drafter.experts else 0
     reads = passes * (g.parts.drafter + g.parts.head) + layers * picked
     reduced = 2 * layers * costs.reduce.value if p.ranks > 1 else 0.0
-    return parts | {"drafter": layers * costs.layer.value + reduced + reads / (rate * p.ranks)}
+    return _with_host(parts | {"drafter": layers * costs.layer.value + reduced + reads / (rate * p.ranks)}, costs)
 
 
 def chunk_parts(case: Case, costs: Costs, tokens: int, before: int = 0) -> dict[str, float]:

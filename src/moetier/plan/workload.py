@@ -37,8 +37,8 @@ PUBLISHED = (
 )
 NAMED = {
     "short": Named(1.52, 1024, PUBLISHED + "short repetitive prompts, about 10 of 40 layers miss an expert in a step"),
-    "mixed": Named(1.17, 65536, PUBLISHED + "mixed prompts over 30 minutes, hit rate 0.87 to 0.88"),
-    "deep": Named(1.17, 131072, PUBLISHED + "mixed prompts, hit rate 0.87, behind 2K to 512K of context"),
+    "mixed": Named(1.16, 65536, PUBLISHED + "mixed prompts over 30 minutes, hit rate 0.87 to 0.88"),
+    "deep": Named(1.16, 131072, PUBLISHED + "mixed prompts, hit rate 0.87, behind 2K to 512K of context"),
 }
 DEFAULT = "mixed"
 POLICY: str = Settings.model_fields["policy"].default
@@ -84,15 +84,18 @@ class Workload:
             return _simulated(self.trace, covered)
         return float(self.chances[:covered].sum() / self.top_k)
 
+    def miss_chances(self, covered: int, rows: float) -> NDArray[np.float64]:
+        """float64 [E - covered]: of each expert not among the `covered`, that any of `rows` tokens is routed to it."""
+        chances: NDArray[np.float64] = 1 - (1 - self.chances[covered:]) ** rows
+        return np.minimum(chances * self._policy(covered), 1.0)
+
     def missed(self, covered: int, rows: float) -> float:
         """Distinct experts of a layer, not among the `covered`, that `rows` tokens together are routed to."""
-        expected = float((1 - (1 - self.chances[covered:]) ** rows).sum())
-        return expected * self._policy(covered)
+        return float(self.miss_chances(covered, rows).sum())
 
     def any_missed(self, covered: int, rows: float) -> float:
         """Chance that a layer of such a step has a miss at all."""
-        none = float(np.exp(rows * self._policy(covered) * np.log1p(-np.minimum(self.chances[covered:], 0.999)).sum()))
-        return 1 - none
+        return float(1 - np.prod(1 - self.miss_chances(covered, rows)))
 
     def distinct(self, rows: float) -> float:
         """Distinct experts of a layer that `rows` tokens are routed to."""

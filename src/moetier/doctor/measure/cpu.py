@@ -51,10 +51,15 @@ def measure_dram(cpu: Cpu) -> tuple[DramRate, ...]:
 
 
 def measure_kernel(shape: str, threads: int) -> tuple[KernelRate, ...]:
-    """Calls of the routed-expert layer with random routing, from one token to a prompt's chunk."""
+    """Calls of the routed-expert layer with random routing, from one token to a prompt's chunk; last, one token of one
+    expert, as a miss is.
+    """
     geometry = parse_shape(shape)
     record = 3 * geometry.hidden * geometry.intermediate * 17 / 32
-    rows = bench_kernel(shape, [threads], tokens=TOKENS, experts=min(EXPERTS, geometry.experts))["rows"]
+    experts = min(EXPERTS, geometry.experts)
+    alone = f"{geometry.hidden},{geometry.intermediate},{experts},1"
+    rows = bench_kernel(shape, [threads], tokens=TOKENS, experts=experts)["rows"]
+    rows += bench_kernel(alone, [threads], tokens=(1,), experts=experts)["rows"]
     return tuple(
         KernelRate(
             isa=row["isa"],

@@ -1,0 +1,95 @@
+"""Missed experts: how often how many, and the division between CPU and link."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moetier.doctor.facts import KernelRate, Rates
+from moetier.plan import catalog
+from moetier.plan.describe import describe
+from moetier.plan.hardware import CALL, hardware_of
+from moetier.plan.misses import STAGED, Split, distribution
+
+MODEL = catalog.bundled("deepseek-v4-flash")
+
+
+def every_subset(chances):
+    """Brute force: how likely each number of events is."""
+    found = np.zeros(len(chances) + 1)
+    for happened in itertools.product((0, 1), repeat=len(chances)):
+        found[sum(happened)] += np.prod([c if h else 1 - c for c, h in zip(chances, happened, strict=True)])
+    return found
+
+
+@pytest.mark.parametrize(
+    "chances", [[], [0.0], [1.0], [0.3], [0.5, 0.5], [1.0, 0.0, 1.0], [0.9, 0.1, 0.5, 0.02, 0.7]], ids=str
+)
+def test_distribution_equals_brute_force(chances):
+    assert distribution(np.array(chances)) == pytest.approx(every_subset(chances), abs=1e-12)
+
+
+@pytest.mark.parametrize("chance", [1e-9, 0.01, 0.5, 0.99])
+@pytest.mark.parametrize("experts", [1, 128, 1000])
+def test_distribution_keeps_sum_and_mean(experts, chance):
+    likely = distribution(np.full(experts, chance))
+    assert likely.sum() == pytest.approx(1)
+    assert likely @ np.arange(likely.size) == pytest.approx(experts * chance, rel=1e-6)
+
+
+def brute(split, records, staged):
+    """Every division of `records` tried."""
+    times = []
+    for streamed in range(min(records, staged) + 1):
+        on_cpu = records - streamed
+        cpu = split.call + on_cpu * split.cpu if on_cpu else 0.0
+        times.append(max(cpu, split.device + streamed * split.link, records * split.dram))
+    return min(times)
+
+
+@pytest.mark.parametrize("staged", [0, 1, STAGED])
+@pytest.mark.parametrize("link", [1e-6, 2e-4, 1.0], ids="link {} s".format)
+def test_best_division_equals_brute_force(link, staged):
+    split = Split(device=4e-5, call=5e-5, cpu=1.5e-4, link=link, dram=1e-4)
+    assert split.seconds(50, staged) == pytest.approx([brute(split, n, staged) for n in range(51)])
+
+
+def test_no_miss_is_the_device_alone_and_more_misses_are_never_faster():
+    split = Split(device=4e-5, call=5e-5, cpu=1.5e-4, link=2.5e-4, dram=1e-4)
+    times = split.seconds(100)
+    assert times[0] == split.device
+    assert (np.diff(times) >= 0).all()
+    assert (split.all_streamed(100) >= split.device).all()
+
+
+def with_kernel(*rows):
+    """A machine with these measured (experts, seconds) of one token."""
+    record = MODEL.record_bytes
+    rates = tuple(
+        KernelRate(
+            isa="avx512", threads=14, hidden=4096, intermediate=2048, tokens=1, experts=experts, seconds=seconds,
+            bytes_per_s=experts * record / seconds, ops_per_s=1e12, peak_ops_per_s=2e12,
+        )
+        for experts, seconds in rows
+    )  # fmt: skip
+    machine = describe("1x32GB", "128GB", memory="100GB/s")
+    dram = machine.rates.dram_read
+    return machine.model_copy(update={"rates": Rates(identity="measured", dram_read=dram, kernel=rates)})
+
+
+def test_call_and_rate_come_from_one_expert_and_from_a_tokens_experts():
+    each, call = MODEL.record_bytes / 90e9, 60e-6
+    found = hardware_of(with_kernel((6, call + 6 * each), (1, call + each)), MODEL.record)
+    assert found.cpu_rate.value == pytest.approx(90e9)
+    assert found.cpu_call.value == pytest.approx(call)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [((6, 1e-3),), ((1, 2e-4),), ((1, 1e-3), (6, 1e-3)), ((1, 2e-3), (6, 1e-3)), ((1, 1e-9), (6, 1e-3))],
+    ids=["a token only", "one expert only", "no difference", "one slower than six", "one in no time"],
+)
+def test_odd_kernel_rates_give_a_call_and_a_rate_within_reason(rows):
+    found = hardware_of(with_kernel(*rows), MODEL.record)
+    assert 0 < found.cpu_rate.value <= max(experts * MODEL.record_bytes / seconds for experts, seconds in rows)
+    assert 0 < found.cpu_call.value <= 1e-3 or found.cpu_call.value == CALL
