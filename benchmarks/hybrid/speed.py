@@ -90,8 +90,24 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
         record = (qwen3.HIDDEN * qwen3.INTERMEDIATE * 3 // 2) * 17 // 16
         link = record / after["costs"]["stream_expert"] * 1e9
         made |= {"link_GB_s": link / 1e9, "share_of_link": streamed / link}
+    made["misses"], made["counted"] = "", {}
     for i, streams in enumerate(STREAMS):
-        timed = [run["seconds"] for run in done[first + 2 * ROUNDS * i : first + 2 * ROUNDS * (i + 1)]]
+        these = done[first + 2 * ROUNDS * i : first + 2 * ROUNDS * (i + 1)]
+        timed = [run["seconds"] for run in these]
         pairs = [(timed[j + 1] - timed[j]) / STEPS for j in range(0, 2 * ROUNDS, 2)]
         made[f"decode_{streams}_tok_s"] = streams / statistics.median(pairs)
+        made["counted"][streams] = counted = a_call(these)
+        made["misses"] += f"{counted.get('misses', 0):.2f} "
     return made | {"start_s": found["start_s"], "costs": after.get("costs"), "log": found["log"]}
+
+
+def a_call(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """What the device counted in every second run, a layer call of decode; {} where it planned none."""
+    totals: dict[str, float] = {}
+    for before, after in zip(runs[::2], runs[1::2], strict=True):
+        for name, value in after["counts"].items():
+            if name.startswith("device_"):
+                key = name.removeprefix("device_")
+                totals[key] = totals.get(key, 0) + value - before["counts"][name]
+    calls = totals.get("calls", 0)
+    return {name: value / calls for name, value in totals.items()} if calls else {}

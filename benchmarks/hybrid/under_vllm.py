@@ -241,7 +241,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
 
     def show(row: dict[str, Any]) -> None:
-        hidden = ("what", "log", "error")
+        hidden = ("what", "log", "error", "counted")
         cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k not in hidden]
         print(f"{row['what']:52} {'  '.join(cells)}{row.get('error', '')[-2500:]}", flush=True)
         rows.append(row)
