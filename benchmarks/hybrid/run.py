@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-PARTS = ("identity", "stack", "prefill")
+NANO = Path(__file__).parents[2] / "models" / "nano-mxfp4"
+PARTS = ("identity", "disk", "stack", "prefill")
 
 
 def show(row: dict[str, Any]) -> None:
@@ -37,6 +38,9 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="fewer calls, layers and rows")
     parser.add_argument("--layers", type=int, default=12, help="stack: MoE layers, 3.4 GB of DRAM each")
+    parser.add_argument("--calls", type=int, default=4800, help="identity: layer calls of each share of slots")
+    parser.add_argument("--seconds", type=float, default=1e9, help="identity and disk: the most that a cell may take")
+    parser.add_argument("--model", type=Path, default=NANO, help="disk: a checkpoint")
     spare = max(1, (os.cpu_count() or 1) - 2)
     parser.add_argument("--threads", type=int, default=spare, help="CPU threads that compute")
     arguments = parser.parse_args()

@@ -84,6 +84,38 @@ def in_us(costs: Costs) -> dict[str, float]:
     return {f"{key}_us": ns / 1e3 for key, ns in asdict(costs).items()}
 
 
+def breakdown(stack: Stack, hybrid: Hybrid, routes: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Of steps with these routes, microseconds a layer: measured apart, so that their sum can be wrong.
+
+    launch: the same graph with nothing routed. device: the same steps with every answer given ahead, without launch.
+    waited: what the device counts while it waits for the CPU. adds_up: their sum over the time of the steps.
+    """
+    layers = hybrid.bed.count
+    before, cpu_before = hybrid.counts(), hybrid.mailbox.counts()
+    times = [stack.time_us(ids) / layers for ids in routes]
+    after, cpu_after = hybrid.counts(), hybrid.mailbox.counts()
+    calls = len(routes) * layers
+    counted = {key: (after[key] - before[key]) / calls for key in after}
+    nothing = torch.full_like(routes[0], -1)
+    launch = stack.median_us([nothing] * 8) / layers
+    with hybrid.answered_ahead():
+        stack.time_us(routes[0])
+        device = statistics.mean(stack.time_us(ids) for ids in routes) / layers - launch
+    hybrid.mailbox.wake()
+    waited = counted["waited_ns"] / 1e3
+    return {
+        "us": statistics.median(times),
+        "quartiles": spread(times),
+        "launch_us": launch,
+        "device_us": device,
+        "waited_us": waited,
+        "adds_up": (launch + device + waited) / statistics.mean(times),
+        "misses": counted["misses"],
+        "streamed": counted["streamed"],
+        "cpu_us": (cpu_after[1] - cpu_before[1]) / calls / 1e3,
+    }
+
+
 def spread(values: Sequence[float]) -> str:
     """Quartiles, as text."""
     low, _, high = statistics.quantiles(values, n=4)
@@ -122,24 +154,10 @@ def cell(
     layers = hybrid.bed.count
     hybrid.mailbox.wake()
     stack = Stack(layers, tokens, hybrid.forward)
-    before, cpu_before = hybrid.counts(), hybrid.mailbox.counts()
     stack.time_us(routes[0])
-    times = [stack.time_us(ids) for ids in routes]
-    after, cpu_after = hybrid.counts(), hybrid.mailbox.counts()
-    calls = (len(routes) + 1) * layers
-    counted = {key: (after[key] - before[key]) / calls for key in after}
-    us = statistics.median(times) / layers
-    row = {
-        "what": f"{share:.0%} in slots, M={tokens}",
-        "us": us,
-        "quartiles": spread([t / layers for t in times]),
-        "resident_us": resident_us,
-        "misses": counted["misses"],
-        "streamed": counted["streamed"],
-        "waited_us": counted["waited_ns"] / 1e3,
-        "cpu_us": (cpu_after[1] - cpu_before[1]) / calls / 1e3,
-        "dram_floor_us": counted["misses"] * hybrid.bed.layout.stride / rates.dram * 1e6,
-    }
+    parts = breakdown(stack, hybrid, routes)
+    us, floor = parts["us"], parts["misses"] * hybrid.bed.layout.stride / rates.dram * 1e6
+    row = {"what": f"{share:.0%} in slots, M={tokens}", **parts, "resident_us": resident_us, "dram_floor_us": floor}
     if share < 1:
         fixed = {}
         for ratio in RATIOS:
@@ -170,12 +188,11 @@ def one_miss(bed: Bed, full: Hybrid, rates: Rates) -> list[dict[str, Any]]:
     stack, plain = Stack(layers, 1, hybrid.forward), Stack(layers, 1, full.all_resident)
     none, one = routes(0), routes(1)
     for name, these in (("no miss", none), ("one miss", one), ("two misses", routes(2))):
-        cpu_before = hybrid.mailbox.counts()[1]
         both = [(stack.time_us(ids) / layers, plain.time_us(ids) / layers) for ids in (these[0], *these)][1:]
-        cpu_us = (hybrid.mailbox.counts()[1] - cpu_before) / (len(these) + 1) / layers / 1e3
         hybrid_us, resident_us = (statistics.median(column) for column in zip(*both, strict=True))
         row = {"what": f"M=1, {name}", "us": hybrid_us, "resident_us": resident_us, "more_us": hybrid_us - resident_us}
-        row["cpu_mean_us"] = cpu_us
+        parts = breakdown(stack, hybrid, these)
+        row |= {key: parts[key] for key in ("launch_us", "device_us", "waited_us", "adds_up", "cpu_us")}
         if name != "no miss":
             misses = 1 if name == "one miss" else 2
             row["limit_us"] = 1.25 * misses * bed.layout.stride / rates.dram * 1e6 + 12

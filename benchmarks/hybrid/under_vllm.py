@@ -89,8 +89,9 @@ class Bed:
         else:
             common |= {"worker_cls": WORKER, "gpu_memory_utilization": 0.02}
         common["additional_config"] = {"moetier": settings}
+        environment = {"VLLM_CACHE_ROOT": str(self.folder / f"cache-{id(cell)}"), **cell.environment}
         try:
-            return engine(runs, cell.environment, **common | cell.arguments)
+            return engine(runs, environment, **common | cell.arguments)
         except RuntimeError as error:
             return {"error": str(error)}
 
@@ -144,7 +145,7 @@ def identity(bed: Bed, show: Report) -> bool:
     shares = {"43 %": 0.43, "25 %": 0.25, "12 %": 0.12, "4 %": 0.04}
     cells = []
     for graphs in arguments.graphs.split(","):
-        few = graphs in ("pieces", "all")
+        few = graphs != "decode"
         cells.append(bed.cell("all resident", graphs, graphs, 1.0))
         cells += [bed.cell(name, graphs, graphs, share) for name, share in shares.items() if not few or share == 0.25]
         cells.append(bed.cell("12 %, a quarter in DRAM", graphs, graphs, 0.12, dram_records="25%"))

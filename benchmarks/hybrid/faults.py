@@ -1,0 +1,220 @@
+"""Faults of a hybrid server on a GPU: each engine has its own, all of them beside each other and one without.
+
+    python benchmarks/hybrid/faults.py MODEL [--stop 30]
+
+Wanted: a process that is stopped for less than the device's patience, a record that is damaged under load and a disk
+that takes no more writes change no token; one that is stopped for longer, a killed thread and a record that cannot be
+healed end the engine, with a reason where somebody is left to say it, and no token that differs before. Prints a table
+and, where $OUT names a folder, writes faults.json there; exit 1 where a fault ends otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from engine import RESULT, Engine
+from under_vllm import GRAPHS, WORKER, prompts_of
+
+from moetier.store.build import build_store
+from moetier.store.store import Store
+
+BEFORE_SECONDS = 1.0
+"""Of load before the fault."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """One engine under load, and its files."""
+
+    engine: Engine
+    model: Path
+    store: Path
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.engine.process.pid)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done, and how the engine must end: `says` is in its reason; None: it answers as without the fault."""
+
+    name: str
+    do: Callable[[Running], None]
+    ends: bool = False
+    says: str = ""
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+def nothing(_: Running) -> None:
+    """The engine whose answers are the right ones."""
+
+
+def stop(seconds: float) -> Callable[[Running], None]:
+    """SIGSTOP the process with its pool and mailbox: the device goes on alone."""
+
+    def do(running: Running) -> None:
+        for _ in range(4):  # a device that asked for nothing at that moment does not notice
+            running.engine.process.send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            running.engine.process.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+            if seconds >= 10 or running.engine.process.poll() is not None:
+                return
+
+    return do
+
+
+def kill_a_thread(running: Running) -> None:
+    """The kernel ends the whole process, as for any fault in a thread."""
+    threads = [thread.id for thread in running.process.threads() if thread.id != running.process.pid]
+    os.kill(threads[-1], signal.SIGKILL)
+
+
+def damage(running: Running) -> None:
+    """Flip a bit of every record of the store."""
+    with Store.open(running.store) as opened:
+        files = [opened.record_file(layer) for layer in range(len(opened.manifest.layers))]
+        stride = opened.layout.stride
+    for path in files:
+        with path.open("r+b") as file:
+            for start in range(0, path.stat().st_size, stride):
+                file.seek(start + 100)
+                (byte,) = file.read(1)
+                file.seek(start + 100)
+                file.write(bytes([byte ^ 1]))
+
+
+def damage_both(running: Running) -> None:
+    """The checkpoint's weights too, so that nothing can be healed."""
+    for shard in running.model.glob("*.safetensors"):
+        size = shard.stat().st_size
+        with shard.open("r+b") as file:
+            file.truncate(8 + int.from_bytes(file.read(8), "little"))
+            file.truncate(size)
+    damage(running)
+
+
+def full_disk(running: Running) -> None:
+    """Nothing more can be written: no heat, no healed record."""
+    running.process.rlimit(psutil.RLIMIT_FSIZE, (0, 0))
+    damage(running)
+
+
+def faults(stop_seconds: float) -> list[Fault]:
+    """The first is the one without."""
+    return [
+        Fault("none", nothing),
+        Fault(f"stopped for {stop_seconds:.0f} s", stop(stop_seconds)),
+        Fault(
+            "stopped for longer than the patience",
+            stop(5),
+            True,
+            "did not answer the device within 2 s",
+            (("patience_seconds", 2.0),),
+        ),
+        Fault("a killed thread", kill_a_thread, True),
+        Fault("damaged records", damage),
+        Fault("damaged records and checkpoint", damage_both, True, "cannot be healed"),
+        Fault("damaged records and a full disk", full_disk),
+    ]
+
+
+def run(fault: Fault, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One engine with its own copy of the model and its store, under one fault."""
+    model, store = folder / "model", folder / "store"
+    shutil.copytree(arguments.model, model)
+    build_store(model, store)
+    experts = json.loads((model / "config.json").read_text())["n_routed_experts"]
+    reason = folder / "reason"
+    settings: dict[str, Any] = {"store": str(store), "heat_file": str(folder / "heat"), "failure_file": str(reason)}
+    settings |= {"dram_records": "20%", "heat_save_seconds": 1, "threads": arguments.threads}
+    settings |= {"slots": round(0.12 * experts), **dict(fault.settings)}
+    prompts = prompts_of(model, 16)
+    load = {"prompts": prompts, "max_tokens": 96, "repeat_seconds": arguments.load_seconds}
+    engine = Engine(
+        [load],
+        model=str(model),
+        kv_cache_memory_bytes=1 << 29,
+        max_model_len=1024,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.02,
+        quantization="moetier",
+        load_format="moetier",
+        worker_cls=WORKER,
+        additional_config={"moetier": settings},
+        **GRAPHS["decode"],
+    )
+    begun = time.monotonic()
+    engine.go()
+    started = time.monotonic()
+    time.sleep(BEFORE_SECONDS)
+    fault.do(Running(engine, model, store))
+    code = engine.end()
+    said = json.loads(reason.read_text())["message"] if reason.exists() else ""
+    found = [json.loads(line.removeprefix(RESULT)) for line in engine.lines if line.startswith(RESULT)]
+    row = {"what": f"fault: {fault.name}", "code": code, "start_s": started - begun, "s": time.monotonic() - started}
+    if found:
+        done = found[0]["runs"][0]
+        row |= {key: done[key] for key in ("rounds", "different", "tokens")}
+        row |= {key: done["counts"][key] for key in ("healed", "disk_reads", "slot_fills")}
+    else:
+        row["log"] = engine.lines[-30:]
+    return row | {"reason": said}
+
+
+def as_wanted(fault: Fault, row: dict[str, Any], right: list[list[int]]) -> bool:
+    """Whether the engine ended as it must."""
+    if fault.ends:
+        return row["code"] != 0 and fault.says in row["reason"]
+    return row["code"] == 0 and row.get("different") == 0 and row.get("tokens") == right
+
+
+def main() -> int:
+    """Exit 1 where a fault ends otherwise than it must."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--stop", type=float, default=30, help="seconds that a process is stopped, less than a minute")
+    parser.add_argument("--load-seconds", type=float, default=12, help="of load, at least")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", help="where models and stores are made")
+    arguments = parser.parse_args()
+    failed, rows, right = False, [], None
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        every = faults(arguments.stop)
+        folders = [Path(folder) / str(number) for number in range(len(every))]
+        for one in folders:
+            one.mkdir()
+        with ThreadPoolExecutor(len(every)) as pool:
+            running = [pool.submit(run, fault, arguments, one) for fault, one in zip(every, folders, strict=True)]
+            for fault, one in zip(every, running, strict=True):
+                try:
+                    row = one.result()
+                except RuntimeError as error:
+                    row = {"what": f"fault: {fault.name}", "code": None, "reason": "", "log": str(error)[-3000:]}
+                right = right or row.get("tokens")
+                row["as wanted"] = as_wanted(fault, row, right or [])
+                failed |= not row["as wanted"]
+                row.pop("tokens", None)
+                print("  ".join(f"{k} {v}" for k, v in row.items() if k != "log" or not row["as wanted"]), flush=True)
+                rows.append(row)
+                if os.environ.get("OUT"):
+                    Path(os.environ["OUT"], "faults.json").write_text(json.dumps(rows, indent=1))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
