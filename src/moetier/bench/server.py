@@ -153,10 +153,12 @@ def _answers(place: Place) -> bool:
 
 
 def placed(place: Place) -> dict[str, int]:
-    """Records by tier, as the server that is ready has said."""
+    """Records by tier, and of all experts, as the server that is ready has said."""
     for line in _said(place, "server.out").splitlines():
         if line.startswith('{"model"'):
-            return {tier["tier"]: tier["records"] for tier in json.loads(line)["tiers"] if tier["records"] is not None}
+            said = json.loads(line)
+            found = {tier["tier"]: tier["records"] for tier in said["tiers"] if tier["records"] is not None}
+            return {**found, "all": said["layers"] * said["experts"]}
     return {}
 
 
