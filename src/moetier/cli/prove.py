@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetier.cli.bench import say, wanted
+from moetier.cli.bench.common import say, wanted
 
 
 def prove(

@@ -1,0 +1,100 @@
+"""`moetier bench run` and `sweep`: serve and probe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from moetier.cli.bench.common import HERE, Json, Model, Root, Store, say, wanted
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="Id of a recipe, such as nano/tiered-25.")],
+    suite: Annotated[str, typer.Option(help="Id of a suite.")] = "quick",
+    machine: Annotated[
+        str | None, typer.Option(help="Id of the machine (default: the one with this hardware).")
+    ] = None,
+    model: Model = None,
+    store: Store = None,
+    allow_dirty: Annotated[
+        bool, typer.Option(help="Run on a changed tree; the result may not go to results/.")
+    ] = False,
+    commit: Annotated[
+        str | None, typer.Option(help="The commit that this copy without git is of; its files' hashes go along.")
+    ] = None,
+    within: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no further probe begins: the result is partial.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results (default: results/ of the checkout).")] = None,
+    root: Root = HERE,
+) -> None:
+    """Serve a recipe, probe it, write one result; exit 1 if not every probe could be run."""
+    wanted()
+    from moetier.bench.documents import Library
+    from moetier.bench.run import run_recipe
+
+    library = Library(root)
+    path, result = run_recipe(
+        library,
+        library.recipe(recipe),
+        library.suite(suite),
+        out or library.root / "results",
+        say,
+        machine=machine,
+        model=model,
+        store=store,
+        allow_dirty=allow_dirty,
+        commit=commit,
+        within=within,
+    )
+    typer.echo(str(path))
+    if result.status != "ok":
+        say(f"{result.status}: {result.failure}")
+        raise typer.Exit(1)
+
+
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="Id of the recipe to vary.")],
+    axis: Annotated[list[str], typer.Option(help="NAME=VALUE,VALUE: a setting, or vllm:--FLAG; repeat for more.")],
+    objective: Annotated[str, typer.Option(help="The cell to improve.")] = "decode.C1",
+    constraint: Annotated[list[str] | None, typer.Option(help="A bound, such as 'ttft.2048<3'; repeat.")] = None,
+    suite: Annotated[str, typer.Option(help="Whose probes measure.")] = "quick",
+    state: Annotated[Path, typer.Option(help="File of the trials; the same again resumes.")] = Path("sweep.jsonl"),
+    model: Model = None,
+    store: Store = None,
+    root: Root = HERE,
+    as_json: Json = False,
+) -> None:
+    """Measure every combination of settings and print the best; applies nothing. Exit 1 if none qualifies."""
+    wanted()
+    from moetier.bench.documents import Library
+    from moetier.bench.run import measure_cells
+    from moetier.bench.sweep import Constraint, combinations, parse_axis, ranked, thinned, with_values
+    from moetier.bench.sweep import sweep as searched
+
+    library = Library(root)
+    base, bounds = library.recipe(recipe), [Constraint.parse(text) for text in constraint or ()]
+    chosen = thinned(library.suite(suite), [objective, *(bound.cell for bound in bounds)])
+    trials = [(values, with_values(base, values)) for values in combinations([parse_axis(text) for text in axis])]
+    measure, bound_to = measure_cells(library, say, model, store)
+    found = searched(trials, chosen, state, measure, bound_to, say)
+    best = ranked(found, objective, bounds)
+    if as_json:
+        typer.echo(json.dumps({"trials": [t.model_dump() for t in found], "best": best[0].values if best else None}))
+    else:
+        shown = [objective, *(bound.cell for bound in bounds)]
+        table = Table("settings", *shown, "")
+        for trial in [*best, *(trial for trial in found if trial not in best)]:
+            cells = [trial.by_name.get(name) for name in shown]
+            values = ["" if c is None else f"{c.value:g}" if c.value is not None else c.reason or "" for c in cells]
+            state_of = trial.failure or ("" if trial in best else "does not meet the constraints")
+            table.add_row(", ".join(f"{k}={v}" for k, v in trial.values.items()), *values, state_of)
+        Console().print(table)
+        typer.echo(f"best: {best[0].values}" if best else "no combination qualifies")
+    if not best:
+        raise typer.Exit(1)
