@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -115,6 +116,8 @@ def main() -> None:
     print(f"\n{READY}", flush=True)
     if sys.stdin.readline():
         result["runs"] = [run(llm, one) for one in job["runs"]]
+        # faults.py may have had nothing written any more; torch aborts where it cannot write its own files at the end.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         print(f"\n{RESULT}{json.dumps(result)}", flush=True)
 
 

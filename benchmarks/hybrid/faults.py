@@ -110,7 +110,7 @@ def damage_both(running: Running) -> None:
 
 def full_disk(running: Running) -> None:
     """Nothing more can be written: no heat, no healed record."""
-    running.process.rlimit(psutil.RLIMIT_FSIZE, (0, 0))
+    running.process.rlimit(psutil.RLIMIT_FSIZE, (0, psutil.RLIM_INFINITY))
     damage(running)
 
 
@@ -171,9 +171,8 @@ def run(fault: Fault, arguments: argparse.Namespace, folder: Path) -> dict[str, 
         done = found[0]["runs"][0]
         row |= {key: done[key] for key in ("rounds", "different", "tokens")}
         row |= {key: done["counts"][key] for key in ("healed", "disk_reads", "slot_fills")}
-    else:
-        row["log"] = engine.lines[-30:]
-    return row | {"reason": said}
+    log = [line for line in engine.lines if not line.startswith(RESULT)]
+    return row | {"reason": said, "log": log[-30:]}
 
 
 def as_wanted(fault: Fault, row: dict[str, Any], right: list[list[int]]) -> bool:
