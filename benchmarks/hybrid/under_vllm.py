@@ -6,8 +6,8 @@
     python benchmarks/hybrid/under_vllm.py speed MODEL_OF_THE_SAME_FORMAT --layers 6
     python benchmarks/hybrid/under_vllm.py ranks MODEL
 
-Needs vLLM with CUDA and moetier installed beside it (`--cpu`: identity, batches and soak without device slots, on
-vLLM's CPU build). Prints a table and, where $OUT names a folder, writes JSON there.
+Needs vLLM with CUDA and moetier installed beside it (`--cpu`: identity and soak without device slots, on vLLM's
+CPU build). Prints a table and, where $OUT names a folder, writes JSON there.
 """
 
 from __future__ import annotations

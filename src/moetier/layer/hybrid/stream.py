@@ -144,8 +144,11 @@ class Streamer:
         routed = self._lane.compute_mark()
         call = Call(x, ids, weights, slot_table, self._slots, self._rows[:tokens])
         coming, self._coming = self._coming, []
+        early = (len(coming) + 1) // 2  # they came first and their slots are wanted; the resident experts can wait
+        for one in coming[:early]:
+            self._compute(call, one)
         self.path.rows(call)
-        for one in coming:
+        for one in coming[early:]:
             self._compute(call, one)
         return Started(call, frozenset(e for one in coming for e in one.experts), on_host, routed)
 
