@@ -83,10 +83,14 @@ def code_of(root: Path) -> Code:
 
 def stated(commit: str) -> Code:
     """The code of a copy without git, said to be of `commit`."""
+    return Code(version=moetier.__version__, commit=commit, blobs=package_blobs())
+
+
+def package_blobs() -> dict[str, str]:
+    """Git's names of the contents of the running package's files, by their names in a checkout."""
     folder = Path(moetier.__file__).parent
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in (".pyc", ".so"))
-    blobs = {f"{IN_TREE}/{path.relative_to(folder).as_posix()}": git_blob(path.read_bytes()) for path in files}
-    return Code(version=moetier.__version__, commit=commit, blobs=blobs)
+    return {f"{IN_TREE}/{path.relative_to(folder).as_posix()}": git_blob(path.read_bytes()) for path in files}
 
 
 def git_blob(data: bytes) -> str:

@@ -28,6 +28,7 @@ from moetier.bench.provenance import (
     load_average,
     machine_here,
     model_files,
+    package_blobs,
     software,
     stated,
 )
@@ -253,7 +254,7 @@ def measure_cells(
             result = Run(library.root, recipe, suite, here, code, files, place, sets).measure(say)
         return tuple(result.cells.values()), result.failure
 
-    return measure, sha256_of([code.model_dump(mode="json"), installed.model_dump(mode="json"), here.identity])
+    return measure, sha256_of([package_blobs(), installed.model_dump(mode="json"), here.identity])
 
 
 def machine_of(library: Library) -> MachineFile:
