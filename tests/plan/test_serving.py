@@ -3,8 +3,10 @@
 import pytest
 
 from moetier.errors import SettingsError
+from moetier.plan import catalog
+from moetier.plan.describe import describe
 from moetier.plan.headers import read_folder
-from moetier.plan.serving import Given, length_of, plan_serving, records_of
+from moetier.plan.serving import DEVICE_CHUNK, Given, plan_serving, records_of
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.trim import trim_checkpoint
@@ -34,20 +36,6 @@ def test_vllms_own_context_is_planned_for(nano):
     short = plan_serving(nano, Given(arguments=("--max-model-len", "128")), on_gpu=False)
     assert short.kv_cache_gib < whole.kv_cache_gib
     assert short.arguments(("--max-model-len", "128")) == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "length"),
-    [
-        ((), None),
-        (("--max-model-len", "4096"), 4096),
-        (("--max-model-len=4096", "--x"), 4096),
-        (("--max-model-len",), None),
-        (("--max-model-len", "32k"), None),
-    ],
-)
-def test_length_of_vllms_arguments(arguments, length):
-    assert length_of(arguments) == length
 
 
 @pytest.mark.parametrize(("text", "records"), [(None, None), ("auto", None), ("25%", 16), ("7", 7), ("100%", 64)])
@@ -84,3 +72,26 @@ def test_a_trimmed_checkpoint_is_planned_as_the_whole_one(nano, tmp_path):
     )  # fmt: skip
     assert trimmed.parts.experts == 0
     assert trimmed.parts.resident == whole.parts.resident
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "ram"),
+    [("qwen3-235b", "1xH200", "128GB"), ("deepseek-v4-flash", "1x32GB", "192GB"), ("gpt-oss-120b", "1x24GB", "96GB")],
+)
+def test_without_flags_a_machine_with_a_gpu_gets_slots(model, gpus, ram, monkeypatch):
+    """From the geometry and the machine alone: what is free of DRAM and device goes to records."""
+    import moetier.plan.serving as module
+
+    geometry, machine = catalog.bundled(model), describe(gpus, ram)
+    monkeypatch.setattr(module, "read_folder", lambda folder: geometry)
+    monkeypatch.setattr(module, "_here", lambda folder, on_gpu: machine)
+    serving = plan_serving(None, Given(), on_gpu=True)
+    placement = serving.plan.placement
+    settings = Settings.parse({"store": "/s", **serving.settings})
+    assert settings.slots == placement.slots > 0
+    assert placement.wanted.chunk == DEVICE_CHUNK
+    assert placement.device_bytes <= placement.device_limit < machine.gpus[0].memory_bytes
+    slot = geometry.moe_layers * geometry.record_bytes
+    assert placement.slots == geometry.experts or placement.device_limit - placement.device_bytes < slot
+    assert serving.device_bytes == placement.device_bytes
+    assert any(f"{placement.slots} in GPU memory" in line for line in serving.lines())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,18 @@ from moetier.plan.hardware import GIB, hardware_of
 from moetier.plan.headers import read_folder
 from moetier.plan.placement import Wanted
 from moetier.plan.planner import Plan, Question, make_plan
+from moetier.vllm_arguments import BATCHED, LENGTH, has, number_of
 
 CONTEXT = 32768
 """Tokens that a plan makes room for, where vLLM's arguments do not say; no more than the model has."""
-LENGTH = "--max-model-len"
+
+DEVICE_CHUNK = 8192
+"""Tokens of a prompt in a step with device slots: each chunk streams what has no slot, so few large ones are faster."""
+ContextOf = Callable[[Sequence[str], int, int | None], int | None]
+
+
+def _length_alone(arguments: Sequence[str], window: int, reserve: int | None) -> int | None:
+    return number_of(arguments, LENGTH)
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,22 @@ class Given:
     """A number, or auto."""
     arguments: tuple[str, ...] = ()
     """For vLLM."""
+    reserve: int | None = None
+    """Serve the model's window less this many tokens."""
+    context_of: ContextOf = _length_alone
+    """Tokens of context that arguments, window and reserve fix; None: none."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], arguments: tuple[str, ...]) -> Given:
+    def of(
+        cls,
+        values: Mapping[str, Any],
+        arguments: tuple[str, ...],
+        reserve: int | None = None,
+        context_of: ContextOf = _length_alone,
+    ) -> Given:
         """From settings by name, those that were given."""
-        records, slots = values.get("dram_records"), values.get("slots")
-        return cls(None if records is None else str(records), None if slots is None else str(slots), arguments)
+        records, slots = (None if values.get(key) is None else str(values[key]) for key in ("dram_records", "slots"))
+        return cls(records, slots, arguments, reserve, context_of)
 
     @property
     def nothing(self) -> bool:
@@ -65,6 +83,11 @@ class Serving:
         placement = self.plan.placement
         return (placement.device or placement.host)["KV cache"] / GIB
 
+    @property
+    def device_bytes(self) -> int | None:
+        """Planned of the device; None without one."""
+        return self.plan.placement.device_bytes if self.plan.hardware.gpus else None
+
     def lines(self) -> Iterator[str]:
         """What is started, how fast that should be, and what the user's own settings change."""
         placement, (rate, low, high) = self.plan.placement, self.plan.metrics["decode_tok_s"]
@@ -82,7 +105,7 @@ class Serving:
     def arguments(self, given: Sequence[str]) -> tuple[str, ...]:
         """Those for vLLM that the plan adds to the user's own."""
         geometry, context = self.plan.question.geometry, self.plan.placement.wanted.context
-        if length_of(given) is not None or context == geometry.max_context:
+        if has(given, LENGTH) or context == geometry.max_context:
             return ()
         return (LENGTH, str(context))
 
@@ -99,7 +122,7 @@ def plan_serving(folder: Path, given: Given, on_gpu: bool) -> Serving:
         raise SettingsError(f"this does not fit: {'; '.join(plan.placement.problems)}{fitting}")
     if given.nothing:
         return Serving(plan, ())
-    without = _plan(geometry, machine, Given(arguments=given.arguments))
+    without = _plan(geometry, machine, replace(given, dram_records=None, slots=None))
     return Serving(plan, tuple(report.change(without, plan)))
 
 
@@ -112,9 +135,11 @@ def _here(folder: Path, on_gpu: bool) -> Machine:
 
 
 def _plan(geometry: Geometry, machine: Machine, given: Given) -> Plan:
-    context = length_of(given.arguments) or min(CONTEXT, geometry.max_context)
+    fixed = given.context_of(given.arguments, geometry.max_context, given.reserve)
+    chunk = number_of(given.arguments, BATCHED) or (DEVICE_CHUNK if machine.gpus else Wanted.chunk)
     wanted = Wanted(
-        context=context,
+        context=fixed or min(CONTEXT, geometry.max_context),
+        chunk=chunk,
         dram_records=records_of(given.dram_records, geometry.experts),
         slots=_number(given.slots, "--slots"),
     )
@@ -124,16 +149,6 @@ def _plan(geometry: Geometry, machine: Machine, given: Given) -> Plan:
     if not machine.gpus:
         wanted = replace(wanted, slots=None)
     return make_plan(Question(geometry, machine, wanted, calibration=corrections))
-
-
-def length_of(arguments: Sequence[str]) -> int | None:
-    """The context that vLLM's arguments ask for; forms other than a plain number are vLLM's to judge."""
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == LENGTH:
-            text = value if equals else arguments[index + 1] if index + 1 < len(arguments) else ""
-            return int(text) if text.isdecimal() and int(text) > 0 else None
-    return None
 
 
 def records_of(text: str | None, experts: int) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moetier.errors import SettingsError
 from moetier.settings import Settings
+from moetier.vllm_arguments import SIZES, has, value_of
 
 GIB = 2**30
 SMALL_MACHINE = 4
@@ -38,6 +39,11 @@ class ServeRequest:
     """Where vLLM's own output goes; None: to the terminal."""
     extra: tuple[str, ...] = ()
     """Arguments that go to vLLM as they are."""
+    derived: tuple[str, ...] = ()
+    """Those that the plan and launch.py add."""
+    launch: tuple[str, ...] = ()
+    """What `--explain` says of them."""
+    planned_device_bytes: int | None = None
 
 
 def is_loopback(host: str) -> bool:
@@ -70,11 +76,11 @@ def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
     ]
     if on_cpu or request.settings.slots:
         command += ["--kv-cache-memory-bytes", str(int(request.kv_cache_gib * GIB))]
-    if request.settings.slots:
-        command += ["--max-cudagraph-capture-size", str(request.settings.planned_tokens)]
-    else:
+    if not request.settings.slots:
         command += ["--enforce-eager"]
-    return [*command, *request.extra]
+    elif not has((*request.derived, *request.extra), SIZES):
+        command += ["--max-cudagraph-capture-size", str(request.settings.planned_tokens)]
+    return [*command, *request.derived, *request.extra]
 
 
 def served_name(request: ServeRequest) -> str:
@@ -120,11 +126,9 @@ def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 def tensor_parallel_size(extra: Sequence[str]) -> int:
     """What vLLM's arguments ask for; SettingsError where that is no number."""
-    found = "1"
-    for position, argument in enumerate(extra):
-        name, equals, value = argument.partition("=")
-        if name in ("-tp", "--tensor-parallel-size"):
-            found = value if equals else "".join(extra[position + 1 : position + 2])
+    found = value_of(extra, "-tp", "--tensor-parallel-size")
+    if found is None:
+        return 1
     if not (found.isdecimal() and int(found)):
         raise SettingsError(f"--tensor-parallel-size: expected a number of ranks, found {found!r}")
     return int(found)

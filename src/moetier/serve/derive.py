@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from packaging.version import Version
+
 from moetier.errors import SettingsError
 
+DRAFTS_APART = Version("0.33")
+"""From this vLLM on, a block drafter's tokens are in a pass of their own."""
 DENSE_COUNTS = 8
 """Up to this many sequences every count has a graph of its own; above, each doubling: at most half of it is padding."""
 
@@ -68,14 +72,16 @@ def batched_tokens(scheduled: int, sequences: int, draft_slots: int = 0) -> int:
     return scheduled + sequences * draft_slots
 
 
-def draft_slots(draft_tokens: int, block_draft: bool) -> int:
+def draft_slots(draft_tokens: int, block_draft: bool, vllm: str = "0.32") -> int:
     """Slots of a step's batch that a drafter takes for a sequence, besides the one that decoding has.
 
     A drafter that guesses one token after the other (MTP) reuses that one; a block drafter needs one for each further
-    guess. (vLLM 0.32 to 0.33: `SpeculativeConfig.max_num_new_slots_for_drafting` for mtp and dspark.)
+    guess, but in a pass of its own since vLLM 0.33. (`SpeculativeConfig.max_num_new_slots_for_drafting` for mtp and
+    dspark, read in 0.26, 0.32 and 0.33.)
     """
     _not_negative(draft_tokens=draft_tokens)
-    return max(draft_tokens - 1, 0) if block_draft else 0
+    apart = Version(vllm) >= DRAFTS_APART
+    return max(draft_tokens - 1, 0) if block_draft and not apart else 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What vLLM's scheduler says of each step reaches the tiers: thin subclasses of vLLM's workers, named by --worker-cls.
 
 The workers themselves are in cpu_worker.py and gpu_worker.py, since importing vLLM's prepares the process for that
-device. They rely on `load_model` and `execute_model(scheduler_output)`, and on two fields of the latter's argument:
+device. They rely on `load_model`, `initialize_from_config(kv_cache_config)`, `compile_or_warm_up_model` and
+`execute_model(scheduler_output)`, and on two fields of the latter's argument:
 `num_scheduled_tokens` and `scheduled_spec_decode_tokens`, which are the same from vLLM 0.26 to 0.33.
 """
 
@@ -35,6 +36,20 @@ class StepAware:
         """As vLLM's; what runs before the first scheduled step is a warm-up."""
         result = super().load_model(*args, **kwargs)  # type: ignore[misc]
         runtime.warm_up()
+        return result
+
+    def initialize_from_config(self, kv_cache_config: Any) -> Any:
+        """As vLLM's."""
+        self._kv_cache_config = kv_cache_config
+        return super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; then everything is allocated, and the first rank tells the launcher how much."""
+        from moetier.serve.vllm.kv import tell
+
+        result = super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
+        if self.rank == 0:  # type: ignore[attr-defined]
+            tell(self, self._kv_cache_config)
         return result
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

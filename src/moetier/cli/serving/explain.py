@@ -15,7 +15,7 @@ def explain(request: ServeRequest, records: int, on_gpu: bool) -> Iterator[str]:
     """Lines about one step of decode and one of a prompt, by part. records: of each layer in DRAM, as decided."""
     slots = str(request.settings.slots) if on_gpu else None
     try:
-        plan = plan_serving(request.model, Given(str(records), slots, request.extra), on_gpu).plan
+        plan = plan_serving(request.model, Given(str(records), slots, (*request.derived, *request.extra)), on_gpu).plan
     except SettingsError as error:
         yield f"expected step: not known, as the planner refuses: {error}"
         return

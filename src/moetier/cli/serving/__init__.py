@@ -1,0 +1,1 @@
+"""What `moetier serve` does, in parts."""

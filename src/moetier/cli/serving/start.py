@@ -1,0 +1,118 @@
+"""Check everything that can be checked, say what lives where, then run vLLM's server until a signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.status import Status
+from rich.text import Text
+
+from moetier import machine
+from moetier.cli.serving.explain import explain as explanation
+from moetier.cli.serving.place import console, open_store, place, show
+from moetier.doctor.facts import CPU, Answer
+from moetier.doctor.probe.gpu import probe_gpus
+from moetier.doctor.support import devices_of, require
+from moetier.errors import SettingsError
+from moetier.kernels.cpu import ThreadPool
+from moetier.kernels.cpu.isa import choose_isa
+from moetier.serve import launcher
+from moetier.serve.command import ServeRequest, check_reachable_only_with_key, compute_cpus, example
+from moetier.serve.started import read_started
+from moetier.settings import Settings
+from moetier.store.checkpoint import Checkpoint
+
+
+def start(
+    request: ServeRequest,
+    build: bool = False,
+    skip_support_check: bool = False,
+    as_json: bool = False,
+    explain: bool = False,
+    on_ready: Callable[[], None] | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Check, say what lives where, serve until a signal.
+
+    on_ready: called once, when the server answers. notes: lines to say before what lives where.
+    """
+    settings, model = request.settings, request.model
+    check_reachable_only_with_key(request)
+    check_cpus(settings)
+    _, vllm = launcher.vllm_distribution()
+    checkpoint = Checkpoint.open(model)
+    if not skip_support_check:
+        _check_support(checkpoint.model_type, vllm)
+    launcher.check_port(request.host, request.port)
+    _check_new(settings.record_trace)
+    opened = open_store(checkpoint, settings.store, build)
+    cpus = machine.allowed_cpus()
+    records, report = place(checkpoint, opened, request, cpus)
+    for line in notes:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    show(report, as_json)
+    if explain:
+        for line in (*request.launch, *explanation(request, records, not launcher.runs_on_cpu())):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="moetier-") as folder:
+        decided = settings.model_copy(
+            update={
+                "dram_records": records,
+                "store": settings.store.resolve(),
+                "cpus": settings.cpus or compute_cpus(cpus),
+                "record_trace": settings.record_trace and settings.record_trace.absolute(),
+                "counters_folder": settings.counters_folder or Path(folder),
+                "failure_file": Path(folder) / "failure.json",
+            }
+        )
+        served = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus, on_ready)
+    console.print("drained, heat saved, bye" if served else "ended before it was ready, bye")
+
+
+def check_cpus(settings: Settings) -> None:
+    """SettingsError where this machine lacks the instruction set, CPUs or threads that were asked for."""
+    choose_isa(settings.isa)
+    ThreadPool(settings.threads, settings.cpus).close()
+
+
+def _check_new(path: Path | None) -> None:
+    """SettingsError before anything is loaded, where a recording could not be written."""
+    if path is not None and (path.exists() or path.is_symlink()):
+        raise SettingsError(f"{path} exists already; name a new file for the trace")
+
+
+def _check_support(model_type: str, vllm: str) -> None:
+    """UnsupportedModelError where the table knows of a failure; one line where nothing is known."""
+    devices = (CPU,) if launcher.runs_on_cpu() else devices_of(probe_gpus())
+    for support in require(model_type, vllm, devices):
+        if support.answer is Answer.UNKNOWN:
+            console.print(f"support: {support}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _run(request: ServeRequest, cpus: tuple[int, ...], on_ready: Callable[[], None] | None) -> bool:
+    """Run the server with a line of progress until it answers."""
+    if request.log_file is not None:
+        console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, highlight=False)
+    with Status("starting vLLM", console=console) as status:
+
+        def waiting(seconds: float) -> None:
+            line = launcher.last_line(request.log_file) if request.log_file else ""
+            status.update(Text(f"starting vLLM ({seconds:.0f} s) {line}", overflow="ellipsis", no_wrap=True))
+
+        def ready(seconds: float) -> None:
+            status.stop()
+            console.print(
+                f"ready after {seconds:.0f} s on http://{request.host}:{request.port}/v1; Ctrl-C ends it. Try:"
+            )
+            console.print(example(request), soft_wrap=True, markup=False, highlight=False)
+            folder = request.settings.counters_folder
+            found = read_started(folder) if folder else None
+            for line in found.lines(request.planned_device_bytes) if found else ():
+                console.print(line, soft_wrap=True, markup=False, highlight=False)
+            if on_ready is not None:
+                on_ready()
+
+        return launcher.run(request, cpus, waiting, ready)

@@ -1,0 +1,82 @@
+"""What a command line for vLLM says, as far as plans and launches follow from it.
+
+vLLM takes `--name value` and `--name=value`, underscores for hyphens, and the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetier.errors import SettingsError
+
+LENGTH = "--max-model-len"
+SEQUENCES = "--max-num-seqs"
+BATCHED = "--max-num-batched-tokens"
+BLOCK = "--block-size"
+SIZES = "--cudagraph-capture-sizes"
+GRAPHS = (SIZES, "--max-cudagraph-capture-size", "--compilation-config", "-cc", "-O", "--optimization-level")
+"""Whoever gives one of these decides about graphs."""
+SPECULATIVE = "--speculative-config"
+BLOCK_DRAFTS = ("dspark", "dflash")
+"""Methods whose drafter guesses all tokens in one forward."""
+
+
+def value_of(arguments: Sequence[str], *names: str) -> str | None:
+    """What the last of these options says; "" where it is the end of the line."""
+    found = None
+    for at, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if _plain(name) in names:
+            found = value if equals else "".join(arguments[at + 1 : at + 2])
+    return found
+
+
+def number_of(arguments: Sequence[str], *names: str) -> int | None:
+    """A plain number of at least 1; other forms (4k, auto) are vLLM's to judge."""
+    text = value_of(arguments, *names)
+    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
+
+
+def has(arguments: Sequence[str], *names: str) -> bool:
+    """Whether one of these options is there, also as --name.key."""
+    given = (_plain(argument.partition("=")[0]) for argument in arguments)
+    return any(name == option or name.startswith(option + ".") for name in given for option in names)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Speculative decoding: tokens guessed a step, and whether one forward guesses them all. tokens 0: none."""
+
+    tokens: int = 0
+    block: bool = False
+
+
+def drafting_of(arguments: Sequence[str]) -> Drafting:
+    """What --speculative-config says, as JSON, as --speculative-config.key or as --spec-tokens and --spec-method."""
+    config = _config(arguments)
+    method = value_of(arguments, f"{SPECULATIVE}.method", "--spec-method") or config.get("method")
+    tokens = number_of(arguments, f"{SPECULATIVE}.num-speculative-tokens", "--spec-tokens")
+    tokens = tokens or config.get("num_speculative_tokens") or 0
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        raise SettingsError(f"{SPECULATIVE}: expected a number for num_speculative_tokens, found {tokens!r}")
+    return Drafting(tokens, method in BLOCK_DRAFTS)
+
+
+def _config(arguments: Sequence[str]) -> dict[str, Any]:
+    text = value_of(arguments, SPECULATIVE, "-sc")
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise SettingsError(f"{SPECULATIVE}: expected a JSON object, found {text[:60]!r}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{SPECULATIVE}: expected a JSON object, found {text[:60]!r}")
+    return found
