@@ -43,7 +43,7 @@ class Settings(BaseModel):
     spare_slots: int | None = Field(
         None, ge=0, description="how many of the slots may be refilled while serving (default: a quarter)"
     )
-    staging_slots: int = Field(32, ge=2, le=64, description="device slots for records that are streamed, of all layers")
+    staging_slots: int = Field(64, ge=2, le=64, description="device slots for records that are streamed, of all layers")
     planned_tokens: int = Field(
         64, ge=1, le=512, description="the most tokens of a step that the device plans by itself; larger ones stream"
     )

@@ -46,7 +46,7 @@ class SlotPlan:
     layers: int
     resident: int
     spare: int
-    staging: int = 32
+    staging: int = 64
     tokens: int = 64
     fills: int = 4
     """Records that are copied into spare slots after one step, at most."""
