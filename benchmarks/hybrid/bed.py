@@ -25,7 +25,7 @@ from moetier.residency.registered import Registered
 
 PATTERNS = 16
 """Different records; layers repeat them in an order of their own."""
-STAGING, TOKENS, PATIENCE = 32, 64, 20.0
+STAGING, TOKENS, PATIENCE = 64, 64, 20.0
 POSTED, ANSWERED = 0, 16
 """Words of box.cuh."""
 
