@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,9 @@ from moetier.stack.index import sha256_of
 from moetier.stack.rebase import apply_profile
 from moetier.stack.wheel import build_wheel, check_wheel
 from moetier.stack.workspace import Workspace
+
+EPOCH = "315532800"
+"""1980, the earliest that a wheel can say."""
 
 
 def build_patched_wheel(space: Workspace, profile: str, folder: Path) -> Path:
@@ -29,12 +33,21 @@ def build_patched_wheel(space: Workspace, profile: str, folder: Path) -> Path:
 
 
 def _from_source(space: Workspace, profile: str, folder: Path) -> Path:
-    """Pip builds it in this environment, which must have what the project's build needs."""
+    """Pip builds it in this environment, which must have what the project's build needs.
+
+    The time of its files is fixed, so that the same compiler gives the same bytes.
+    """
     with tempfile.TemporaryDirectory(prefix="moetier-stack-") as work:
         sources, out = Path(work) / "sources", Path(work) / "out"
         apply_profile(space, profile, sources)
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
-        done = subprocess.run([*command, "-w", str(out), str(sources)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "-w", str(out), str(sources)],
+            env={"SOURCE_DATE_EPOCH": EPOCH} | os.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         made = sorted(out.glob("*.whl")) if out.is_dir() else []
         if done.returncode or len(made) != 1:
             raise StackError(f"profile {profile}: pip cannot build it from source:\n{done.stderr[-2000:].strip()}")

@@ -120,6 +120,10 @@ def _check_profile(
         found = source.replaced(changed).hash()
         _check_tree(f"profile {name}: the patched source", found, pinned.source_tree, problems)
         _git_agrees(space, name, source, problems)
+        if profile.build == "source" and _check_compiles(name, changed, problems):
+            return [
+                Skipped(f"import of the patched package, profile {name}", "it is built from source, by `stack wheel`")
+            ]
     with problems.collecting():
         changed = space.patched_wheel(name, wheel)
         found = wheel.replaced(changed).hash()

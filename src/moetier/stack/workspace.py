@@ -146,7 +146,9 @@ class Workspace:
         return apply_patches(self.patches(profile), pinned.texts, pinned.name)
 
     def patched_wheel(self, profile: str, wheel: Tree) -> dict[str, bytes | None]:
-        """Files that a profile's runtime carries change in the wheel."""
+        """Files that a profile's runtime carries change in the wheel: none where it is built from source instead."""
+        if self.definition.profile(profile).build == "source":
+            return {}
         return apply_patches(self.patches(profile, "runtime"), wheel.texts, wheel.name)
 
     def release_tree(self, source: Source, version: Version) -> Tree:
