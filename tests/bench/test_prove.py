@@ -10,16 +10,45 @@ import pytest
 
 from moetier.bench import BenchError
 from moetier.bench.check import check_folder
-from moetier.bench.prove import checked_for_paths, import_proof, slug, write_proof
+from moetier.bench.documents import Suite
+from moetier.bench.probes import Decode, Prefill, Quality
+from moetier.bench.prove import checked_for_paths, import_proof, prove, slug, write_proof
 from moetier.bench.render import IMPORTED_MARK, outputs
 from moetier.bench.result import Result
 from tests.bench.made import checkout, commit_all, made
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def proof() -> Result:
     """A made result as `prove` marks it."""
     result = made("tiny/a").model_copy(update={"origin": "prove", "extra": {"identity": {"calls": 1, "differ": 0}}})
     return result.sealed()
+
+
+def test_a_real_proof_from_end_to_end(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    probes = (
+        Decode(levels=(1,), repeats=1, seconds=0.3, warmup_seconds=0.1),
+        Prefill(lengths=(64,), repeats=1),
+        Quality(tasks=("copy",), limit=4, concurrency=2),
+    )
+    suite, settings = Suite(id="small", summary="for tests", probes=probes), {"dram_records": "25%"}
+    result = prove(ROOT / "models" / "nano-mxfp4", None, settings, ("--max-model-len", "512"), suite, print, calls=20)
+    assert result.status == "ok"
+    assert result.extra["identity"]["calls"] > 0
+    assert result.extra["identity"]["differ"] == 0
+    for name in ("decode.C1", "ttft.64", "quality.copy"):
+        assert result.cells[name].value, result.cells[name].reason
+    write_proof(result, tmp_path / "proof.json.gz")
+    text = gzip.decompress((tmp_path / "proof.json.gz").read_bytes()).decode()
+    question = json.loads((ROOT / "models" / "eval" / "copy.jsonl").read_text().splitlines()[0])["messages"][-1]
+    assert question["content"] not in text
+    assert str(tmp_path) not in text
+    path, imported = import_proof(tmp_path / "proof.json.gz", tmp_path / "results")
+    assert imported == result
+    assert check_folder(tmp_path / "results")[1] == []
+    assert path.is_file()
 
 
 @pytest.mark.parametrize("name", ["proof.json", "proof.json.gz"])

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moetier.bench import BenchError
 from moetier.bench.documents import Recipe, Suite
 from moetier.bench.probes import Decode, Prefill, Quality
 from moetier.bench.samples import Cell, figure
-from moetier.bench.sweep import Constraint, Trial, combinations, parse_axis, ranked, sweep, thinned, with_values
+from moetier.bench.sweep import (
+    Constraint,
+    Measured,
+    Trial,
+    combinations,
+    not_told_apart,
+    parse_axis,
+    ranked,
+    sweep,
+    thinned,
+    with_values,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RECIPE = Recipe.model_validate(
     {
@@ -79,11 +96,11 @@ def test_a_killed_sweep_resumes(tmp_path: Path) -> None:
     state, measured = tmp_path / "sweep.jsonl", []
     trials = [(values, with_values(RECIPE, values)) for values in combinations(AXES)]
 
-    def measure(recipe: Recipe, suite: Suite) -> tuple[tuple[Cell, ...], str | None]:
+    def measure(recipe: Recipe, suite: Suite) -> Measured:
         if len(measured) == 4:
             raise KeyboardInterrupt
         measured.append(recipe.serve.settings)
-        return cells(float(len(measured)), 1.0), None
+        return cells(float(len(measured)), 1.0), None, 0.5
 
     with pytest.raises(KeyboardInterrupt):
         sweep(trials, SUITE, state, measure, "commit", lambda _: None)
@@ -104,5 +121,44 @@ def test_another_file_is_no_state(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("hello\n")
     with pytest.raises(BenchError, match="no state of a sweep"):
-        sweep([], SUITE, path, lambda *_: ((), None), "", lambda _: None)
+        sweep([], SUITE, path, lambda *_: ((), None, None), "", lambda _: None)
     assert path.read_text() == "hello\n"
+
+
+def test_what_the_ranges_do_not_tell_apart_is_said() -> None:
+    def trial(name: str, *samples: float) -> Trial:
+        return Trial(key=name, values={"n": name}, cells=(figure("decode.C1", "tok/s", "higher", samples),))
+
+    best = ranked([trial("a", 90, 100, 110), trial("b", 80, 85, 91), trial("c", 70, 75, 89)], "decode.C1", [])
+    assert [other.key for other in not_told_apart(best, "decode.C1")] == ["b"]
+    assert not_told_apart(best[:1], "decode.C1") == []
+
+
+def test_a_killed_sweep_leaves_no_server(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    state = tmp_path / "state.jsonl"
+    command = [sys.executable, "-m", "moetier", "bench", "sweep", "nano/tiered-25", "--axis", "dram_records=25%"]
+    with (tmp_path / "out").open("wb") as out:
+        sweeping = subprocess.Popen(
+            [*command, "--state", str(state), "--store", str(tmp_path / "store")], cwd=ROOT, stdout=out, stderr=out
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not (family := _servers(sweeping.pid)):
+            assert sweeping.poll() is None, (tmp_path / "out").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        sweeping.kill()
+        sweeping.wait()
+    _, left = psutil.wait_procs(family, timeout=120)
+    for process in left:
+        process.kill()
+    assert not left
+    assert not state.exists()
+
+
+def _servers(pid: int) -> list[psutil.Process]:
+    """What a sweep has started, once vLLM is among it."""
+    family = psutil.Process(pid).children(recursive=True)
+    return family if any("vllm.entrypoints.openai.api_server" in process.cmdline() for process in family) else []

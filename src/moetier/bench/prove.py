@@ -11,7 +11,7 @@ from typing import Any
 
 from moetier.bench import BenchError
 from moetier.bench.check import imported_name, problems
-from moetier.bench.documents import Library, MachineFile, Recipe
+from moetier.bench.documents import MachineFile, Recipe, Suite
 from moetier.bench.provenance import Code, code_of, machine_here, model_files
 from moetier.bench.result import LARGEST, Result, to_text, write_result
 from moetier.bench.run import Run, Say, set_folders
@@ -28,9 +28,15 @@ CALLS = 500
 
 
 def prove(
-    model: Path, store: Path | None, settings: dict[str, Any], vllm: tuple[str, ...], suite: str, say: Say
+    model: Path,
+    store: Path | None,
+    settings: dict[str, Any],
+    vllm: tuple[str, ...],
+    suite: Suite,
+    say: Say,
+    calls: int = CALLS,
 ) -> Result:
-    """Identity on the store, then the suite through the server. Nothing of it names a folder or a prompt."""
+    """Identity on the store (`calls`), then the suite through the server. Nothing of it names a folder or a prompt."""
     checkpoint = Checkpoint.open(model)
     with tempfile.TemporaryDirectory(prefix="moetier-prove-") as folder:
         scratch = Path(folder).resolve()
@@ -38,14 +44,14 @@ def prove(
         if not place.store.exists():
             say(f"building the store of {model.name}")
             build_store(model, place.store, check=2)
-        say(f"identity: {CALLS} layer calls through every path of this machine")
+        say(f"identity: {calls} layer calls through every path of this machine")
         with Store.open(place.store, checkpoint_identity=checkpoint.identity()) as opened:
-            identity = dataclasses.asdict(check_random(opened, CALLS, 0))
+            identity = dataclasses.asdict(check_random(opened, calls, 0))
         root = Path(__file__).resolve().parents[3]
         run = Run(
             root,
             _recipe(model, checkpoint.identity(), settings, vllm),
-            Library(root).suite(suite),
+            suite,
             _machine(),
             _code(root),
             model_files(model),

@@ -44,8 +44,8 @@ from moetier.bench.result import (
     tier_cells,
     write_result,
 )
-from moetier.bench.samples import Cell
 from moetier.bench.server import Place, checked_at_end, command, free_port, placed, serving
+from moetier.bench.sweep import Measured
 from moetier.eval import EvalError
 
 IDLE_SECONDS = 3.0
@@ -239,12 +239,12 @@ def run_recipe(
 
 def measure_cells(
     library: Library, say: Say, model: Path | None, store: Path | None
-) -> tuple[Callable[[Recipe, Suite], tuple[tuple[Cell, ...], str | None]], str]:
+) -> tuple[Callable[[Recipe, Suite], Measured], str]:
     """How a sweep measures a recipe here, and what its figures depend on besides: code, packages and machine."""
     here = MachineFile.model_validate(machine_here("here", "the machine of the sweep"))
     code, installed = code_of(library.root), software()
 
-    def measure(recipe: Recipe, suite: Suite) -> tuple[tuple[Cell, ...], str | None]:
+    def measure(recipe: Recipe, suite: Suite) -> Measured:
         folder = model or library.model_folder(recipe.model)
         with tempfile.TemporaryDirectory(prefix="moetier-sweep-") as scratch:
             where = (store or library.root / "stores" / recipe.model.name).resolve()
@@ -252,7 +252,7 @@ def measure_cells(
             files = model_files(folder)
             sets = set_folders(library.root)
             result = Run(library.root, recipe, suite, here, code, files, place, sets).measure(say)
-        return tuple(result.cells.values()), result.failure
+        return tuple(result.cells.values()), result.failure, result.load.others
 
     return measure, sha256_of([package_blobs(), installed.model_dump(mode="json"), here.identity])
 

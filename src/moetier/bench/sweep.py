@@ -56,17 +56,25 @@ class Constraint:
 
 
 class Trial(Frozen):
-    """One combination and what it reached. key: hash of all that it depends on. failure: why it has no cells."""
+    """One combination and what it reached. key: hash of all that it depends on. failure: why it has no cells.
+
+    others: CPUs that other processes used meanwhile, on average.
+    """
 
     key: str
     values: Values
     cells: tuple[Cell, ...] = ()
     failure: str | None = None
+    others: float | None = None
 
     @property
     def by_name(self) -> dict[str, Cell]:
         """Cells by name."""
         return {cell.name: cell for cell in self.cells}
+
+
+Measured = tuple[tuple[Cell, ...], str | None, float | None]
+"""Cells, failure and others of a trial."""
 
 
 def parse_axis(text: str) -> tuple[str, list[Any]]:
@@ -133,7 +141,7 @@ def sweep(
     trials: Sequence[tuple[Values, Recipe]],
     suite: Suite,
     state: Path,
-    measure: Callable[[Recipe, Suite], tuple[tuple[Cell, ...], str | None]],
+    measure: Callable[[Recipe, Suite], Measured],
     bound_to: str,
     say: Callable[[str], None],
 ) -> list[Trial]:
@@ -147,8 +155,8 @@ def sweep(
         key = sha256_of([recipe.model_dump(mode="json"), suite.model_dump(mode="json"), bound_to])
         if key not in done:
             say(f"{number} of {len(trials)}: {values}")
-            cells, failure = measure(recipe, suite)
-            trial = Trial(key=key, values=values, cells=cells, failure=failure)
+            cells, failure, others = measure(recipe, suite)
+            trial = Trial(key=key, values=values, cells=cells, failure=failure, others=others)
             with state.open("a") as file:
                 file.write(trial.model_dump_json() + "\n")
             done[key] = trial
@@ -179,3 +187,13 @@ def ranked(trials: Sequence[Trial], objective: str, constraints: Sequence[Constr
 
     valid = [t for t in trials if (cell := t.by_name.get(objective)) is not None and cell.value is not None]
     return sorted((t for t in valid if all(c.met(t.by_name) for c in constraints)), key=value)
+
+
+def not_told_apart(best: Sequence[Trial], objective: str) -> list[Trial]:
+    """Trials behind the first whose samples of the objective reach into the first one's range."""
+    ranges = [(cell.low or 0.0, cell.high or 0.0) for cell in (trial.by_name[objective] for trial in best)]
+    return [
+        trial
+        for trial, (low, high) in zip(best[1:], ranges[1:], strict=True)
+        if low <= ranges[0][1] and high >= ranges[0][0]
+    ]

@@ -23,12 +23,14 @@ def prove(
     """Check exactness and measure MODEL here; the file holds no prompt and no path. What follows `--` goes to vLLM."""
     wanted()
     from moetier.bench import BenchError
+    from moetier.bench.documents import Library
     from moetier.bench.prove import prove as proved
     from moetier.bench.prove import write_proof
 
     if out.exists():
         raise BenchError(f"{out} is there already; name another file")
-    result = proved(model, store, _settings(setting or []), tuple(context.args), suite, say)
+    chosen = Library(Path()).suite(suite)
+    result = proved(model, store, _settings(setting or []), tuple(context.args), chosen, say)
     write_proof(result, out)
     typer.echo(f"{out}: {result.status}, {len(result.cells)} cells, seal {result.sha256[:16]}")
     if result.status != "ok" or result.extra["identity"]["differ"]:

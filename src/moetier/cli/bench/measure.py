@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from moetier.cli.bench.common import HERE, Json, Model, Root, Store, say, wanted
+
+if TYPE_CHECKING:
+    from moetier.bench.samples import Cell
+    from moetier.bench.sweep import Trial
 
 
 def run(
@@ -87,14 +91,35 @@ def sweep(
     if as_json:
         typer.echo(json.dumps({"trials": [t.model_dump() for t in found], "best": best[0].values if best else None}))
     else:
-        shown = [objective, *(bound.cell for bound in bounds)]
-        table = Table("settings", *shown, "")
-        for trial in [*best, *(trial for trial in found if trial not in best)]:
-            cells = [trial.by_name.get(name) for name in shown]
-            values = ["" if c is None else f"{c.value:g}" if c.value is not None else c.reason or "" for c in cells]
-            state_of = trial.failure or ("" if trial in best else "does not meet the constraints")
-            table.add_row(", ".join(f"{k}={v}" for k, v in trial.values.items()), *values, state_of)
-        Console().print(table)
-        typer.echo(f"best: {best[0].values}" if best else "no combination qualifies")
+        _evidence(found, best, [objective, *(bound.cell for bound in bounds)])
     if not best:
         raise typer.Exit(1)
+
+
+def _evidence(found: list[Trial], best: list[Trial], names: list[str]) -> None:
+    """Every trial with its ranges, the best first, and what the ranges do not tell apart."""
+    from moetier.bench.sweep import not_told_apart
+
+    table = Table("settings", *names, "others' CPUs", "")
+    for trial in [*best, *(trial for trial in found if trial not in best)]:
+        values = [_shown(trial.by_name.get(name)) for name in names]
+        busy = "" if trial.others is None else f"{trial.others:.2f}"
+        state = trial.failure or ("" if trial in best else "does not meet the constraints")
+        table.add_row(_said(trial), *values, busy, state)
+    Console().print(table)
+    if not best:
+        typer.echo("no combination qualifies")
+        return
+    typer.echo(f"best: {_said(best[0])}")
+    for trial in not_told_apart(best, names[0]):
+        typer.echo(f"not told apart from it by {names[0]}: {_said(trial)}")
+
+
+def _said(trial: Trial) -> str:
+    return ", ".join(f"{name}={value}" for name, value in trial.values.items())
+
+
+def _shown(cell: Cell | None) -> str:
+    if cell is None or cell.value is None:
+        return "" if cell is None else cell.reason or ""
+    return f"{cell.value:.4g} ({cell.low:.4g} to {cell.high:.4g})" if len(cell.samples) > 1 else f"{cell.value:.4g}"
