@@ -7,44 +7,26 @@ from typing import Annotated
 
 import typer
 
-from moetier.cli.plan import (
-    DEFAULT_CONTEXT,
-    Chunk,
-    Context,
-    DiskOption,
-    EngineOption,
-    GpuRateOption,
-    Gpus,
-    KvBytes,
-    KvFormatOption,
-    MachineFile,
-    MachineWords,
-    MemoryOption,
-    Model,
-    Pcie,
-    Ram,
-    Records,
-    Residents,
-    Slots,
-    Streams,
-    Tables,
-    Threads,
-    WorkloadOption,
-    machine_of,
-)
+from moetier.cli.asked import Asked, asking
 from moetier.errors import SettingsError
 from moetier.plan import calibration, catalog
 from moetier.plan import workload as workloads
 from moetier.plan.costs import costs_of, engine_named
-from moetier.plan.describe import DESCRIBED_THREADS
 from moetier.plan.hardware import hardware_of
-from moetier.plan.placement import Wanted, place
+from moetier.plan.placement import place
 from moetier.plan.predict import Case
-from moetier.plan.workload import DEFAULT
 
 
+@asking
 def calibrate(
-    model: Model,
+    asked: Asked,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A bundled id (`moetier plan --models`), a checkpoint's folder, hf://ORG/NAME, or a geometry file.",
+        ),
+    ],
     results: Annotated[
         Path | None, typer.Option(help='A result of `moetier bench run`, or JSON such as {"decode_tok_s": 84}.')
     ] = None,
@@ -59,44 +41,14 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="Keep the corrections in this file (default: this machine's).")
     ] = None,
-    machine: MachineFile = None,
-    gpus: Gpus = None,
-    ram: Ram = None,
-    disk: DiskOption = None,
-    memory: MemoryOption = None,
-    pcie: Pcie = None,
-    gpu_rate: GpuRateOption = None,
-    threads: Threads = DESCRIBED_THREADS,
-    dram_records: Records = None,
-    slots: Slots = None,
-    residents: Residents = 0,
-    tables: Tables = "auto",
-    context: Context = None,
-    streams: Streams = 1,
-    kv_format: KvFormatOption = None,
-    kv_bytes_per_token: KvBytes = None,
-    workload: WorkloadOption = DEFAULT,
-    chunk: Chunk = 4096,
-    engine: EngineOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the corrections as JSON on stdout.")] = False,
 ) -> None:
     """Compare a prediction with what was measured under the same settings, and correct this machine's costs."""
-    values = _values(results, measured or [], streams)
-    geometry = catalog.find(model, kv_bytes_per_token)
-    found = machine_of(MachineWords(machine, gpus, ram, disk, memory, pcie, gpu_rate, threads))
+    values = _values(results, measured or [], asked.streams)
+    geometry, found = catalog.find(model, asked.kv_bytes_per_token), asked.on()
     hardware = hardware_of(found, geometry.record)
-    profile = engine_named(engine, hardware)
-    wanted = Wanted(
-        context=min(DEFAULT_CONTEXT, geometry.max_context) if context is None else context,
-        streams=streams,
-        dram_records=dram_records,
-        slots=slots,
-        residents=residents,
-        kv_format=kv_format,
-        tables=tables,
-        chunk=chunk,
-    )
-    placement = place(geometry, hardware, wanted)
+    profile = engine_named(asked.engine, hardware)
+    placement = place(geometry, hardware, asked.wanted(geometry))
     if placement.problems:
         raise SettingsError(
             f"these settings do not fit this machine, so nothing was measured with them: {placement.problems[0]}"
@@ -108,7 +60,7 @@ def calibrate(
             f"{path}: corrections of machine {before.identity} with {before.engine}, this is {found.identity} with "
             f"{profile.name}; name another file with --out"
         )
-    case = Case(geometry, hardware, placement, workloads.of(workload, geometry))
+    case = Case(geometry, hardware, placement, workloads.of(asked.workload, geometry), asked.draft)
     told = source or (str(results) if results else "the command line")
     costs = costs_of(hardware, profile)
     learnt = calibration.calibrate(case, costs, found.identity, profile.name, values, told, blame, before)
