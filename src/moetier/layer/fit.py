@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moetier import machine
 from moetier.errors import SettingsError
+from moetier.formats import LayerGeometry
 from moetier.residency import Part
 from moetier.settings import Settings
 from moetier.store.store import Store
@@ -13,6 +14,12 @@ from moetier.store.store import Store
 GIB = 2**30
 ENGINE_BYTES = 3 * GIB
 """What a vLLM engine process takes beside weights, KV cache and records: libraries, activations, buffers."""
+
+
+def device_rows(geometry: LayerGeometry, tokens: int) -> int:
+    """Bytes of a device for the pairs of a call of `tokens`: each one's intermediate values and its row, by slice."""
+    slices = geometry.slices if geometry.slices > 1 else 0
+    return tokens * geometry.top_k * ((1 + slices) * geometry.hidden * 4 + geometry.intermediate * 4)
 
 
 @dataclass(frozen=True)

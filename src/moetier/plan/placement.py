@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from moetier.errors import SettingsError
+from moetier.formats import LayerGeometry
 from moetier.formats.geometry import BLOCK
-from moetier.layer.fit import ENGINE_BYTES, GIB, reserve_of
+from moetier.layer.fit import ENGINE_BYTES, GIB, device_rows, reserve_of
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import Hardware
+from moetier.plan.misses import STAGED
 
 DEVICE_SHARE = 0.95
 """Of a device's memory that the engine may take; the driver and fragments have the rest."""
-DEVICE_CONTEXT = 5 * GIB // 2
-"""Assumed: driver's context, communication buffers, captured graphs, on each device."""
-WORKSPACE_ROWS = 64
-"""Assumed: bytes of activations for each element of a chunk's hidden rows."""
-DEVICE_STAGING = 2 * GIB
-"""At most: records on their way through a device that keeps them for one layer only, two layers' worth if smaller."""
+DEVICE_CONTEXT = 3 * GIB
+"""Assumed: driver's context, libraries, captured graphs, on each device."""
+DEVICE_RANKS = 3 * GIB // 2
+"""Of a device with several ranks besides: buffers of collectives. Published: about 110 slots on four 32 GB cards."""
+WORKSPACE_ROWS = 32
+"""Assumed: bytes of the engine's activations for each element of a chunk's hidden rows, beside the experts' rows."""
 HOST_SHARED = 5 * GIB
 """Frontend, engine, staging for reads from disk. With HOST_RANK and TABLE_ROWS from the published rows of four cards:
 27 GiB beside records and tables, 35 to 39 GiB with tables on disk; how much of it is a rank's is assumed."""
@@ -150,14 +152,16 @@ def kv_bytes(geometry: Geometry, kv_format: str, ranks: int, context: int, strea
 
 def _device(g: Geometry, hardware: Hardware, wanted: Wanted, ranks: int, kv_format: str) -> dict[str, int]:
     """Bytes of one device beside slots."""
-    two_layers = 2 * g.experts * g.record_bytes // ranks
+    layer = LayerGeometry(g.hidden, max(g.intermediate // ranks // BLOCK, 1) * BLOCK, g.experts, g.top_k)
     parts = {
         "dense weights": g.parts.resident // ranks,
         "KV cache": kv_bytes(g, kv_format, ranks, wanted.context, wanted.streams),
-        "workspace": wanted.chunk * g.hidden * WORKSPACE_ROWS,
-        "staging": min(DEVICE_STAGING, two_layers),
+        "workspace": wanted.chunk * g.hidden * WORKSPACE_ROWS + device_rows(layer, wanted.chunk),
+        "staging": STAGED * g.record_bytes // ranks,
         "context and graphs": DEVICE_CONTEXT,
     }
+    if ranks > 1:
+        parts["context and graphs"] += DEVICE_RANKS
     if wanted.draft:
         parts["drafter"] = (g.parts.drafter + g.parts.drafter_experts) // ranks
     return parts

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from moetier.errors import MoetierError, SettingsError
 from moetier.formats import RecordLayout
 from moetier.layer import TieredModel
+from moetier.layer.fit import device_rows
 from moetier.layer.hybrid import HybridModel, SlotPlan
 
 logger = init_logger(f"vllm.{__name__}")
@@ -49,8 +50,7 @@ def _slots(tiers: TieredModel, layers: int, vllm_config: Any, max_tokens: int) -
     settings, g = tiers.settings, tiers.part.narrow
     stride = RecordLayout.of(g).stride
     free, _ = torch.cuda.mem_get_info()
-    parts = g.slices if g.slices > 1 else 0
-    rows = max_tokens * g.top_k * ((1 + parts) * g.hidden * 4 + g.intermediate * 4)
+    rows = device_rows(g, max_tokens)
     cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
     room = free - HEADROOM - rows - cache - settings.staging_slots * stride
     fit = max(min(room // (layers * stride), g.experts), 0)
