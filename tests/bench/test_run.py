@@ -18,7 +18,7 @@ from moetier.bench.probes import Coding, Decode, Prefill, Quality
 from moetier.bench.provenance import changed_files, code_of, machine_here, model_files
 from moetier.bench.result import Result, to_text
 from moetier.bench.run import Run, check_machine, set_folders
-from moetier.bench.server import Place, free_port
+from moetier.bench.server import Place, environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = Suite(
@@ -96,6 +96,17 @@ def test_a_server_that_does_not_come_up_is_a_failed_result(tmp_path: Path) -> No
     assert failed.status == "failed"
     assert "the server ended after" in (failed.failure or "")
     assert "__failed-" in failed.name
+
+
+def test_a_variable_that_a_result_would_not_show_does_not_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_API_KEY", "VLLM_ENFORCE_STRICT_TOOL_CALLING", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = environment(Library(ROOT).recipe("nano/tiered-25"))
+    assert "VLLM_API_KEY" not in found
+    assert "OMP_NUM_THREADS" not in found
+    assert found["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == "0"
+    assert found["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def bench(*arguments: str, code: int) -> str:

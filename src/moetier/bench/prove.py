@@ -35,6 +35,7 @@ def prove(
     suite: Suite,
     say: Say,
     calls: int = CALLS,
+    env: dict[str, str] | None = None,
 ) -> Result:
     """Identity on the store (`calls`), then the suite through the server. Nothing of it names a folder or a prompt."""
     checkpoint = Checkpoint.open(model)
@@ -50,7 +51,7 @@ def prove(
         root = Path(__file__).resolve().parents[3]
         run = Run(
             root,
-            _recipe(model, checkpoint.identity(), settings, vllm),
+            _recipe(model, checkpoint.identity(), settings, vllm, env or {}),
             suite,
             _machine(),
             _code(root),
@@ -82,14 +83,14 @@ def checked_for_paths(result: Result, paths: list[str]) -> Result:
     return result
 
 
-def _recipe(model: Path, identity: str, settings: dict[str, Any], vllm: tuple[str, ...]) -> Recipe:
+def _recipe(model: Path, identity: str, settings: dict[str, Any], vllm: tuple[str, ...], env: dict[str, str]) -> Recipe:
     name = slug(model.resolve().name)
     return Recipe.model_validate(
         {
             "id": f"prove/{name}",
             "summary": f"{model.resolve().name}, {', '.join(f'{k} {v}' for k, v in settings.items()) or 'as it fits'}",
             "model": {"name": name, "folder": "{model}", "identity": identity},
-            "serve": {"engine": "moetier", "settings": settings, "vllm": vllm},
+            "serve": {"engine": "moetier", "settings": settings, "vllm": vllm, "env": env},
         }
     )
 

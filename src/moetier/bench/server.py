@@ -28,6 +28,8 @@ from moetier.bench.documents import Recipe, Serve
 PATIENCE = 120
 """Seconds for an end that was asked for."""
 PR_SET_PDEATHSIG = 1
+DECIDING = ("VLLM_", "OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "PYTORCH_")
+"""Variables of the user that a result would not show: the server does not get them."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ def _settings(serve: Serve, place: Place, more: dict[str, Any]) -> Iterator[str]
 
 
 def environment(recipe: Recipe) -> dict[str, str]:
-    """Ours, with the recipe's variables; no usage statistics."""
-    kept = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    """Ours, but of what decides speed and answers only the recipe's variables; no usage statistics."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(DECIDING)}
     return {**kept, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **recipe.serve.env}
 
 

@@ -18,6 +18,9 @@ def prove(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as dram_records=25%.")
     ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the server, which the file shows.")
+    ] = None,
     suite: Annotated[str, typer.Option(help="The suite to run.")] = "quick",
 ) -> None:
     """Check exactness and measure MODEL here; the file holds no prompt and no path. What follows `--` goes to vLLM."""
@@ -30,7 +33,9 @@ def prove(
     if out.exists():
         raise BenchError(f"{out} is there already; name another file")
     chosen = Library(Path()).suite(suite)
-    result = proved(model, store, _settings(setting or []), tuple(context.args), chosen, say)
+    result = proved(
+        model, store, _settings(setting or []), tuple(context.args), chosen, say, env=_pairs(env or [], "--env")
+    )
     write_proof(result, out)
     typer.echo(f"{out}: {result.status}, {len(result.cells)} cells, seal {result.sha256[:16]}")
     if result.status != "ok" or result.extra["identity"]["differ"]:
@@ -38,9 +43,14 @@ def prove(
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value is JSON where it is, else text."""
+    """A value is JSON where it is, else text."""
     from moetier.bench.sweep import value_of
 
+    return {name: value_of(value) for name, value in _pairs(pairs, "--set").items()}
+
+
+def _pairs(pairs: list[str], option: str) -> dict[str, str]:
+    """Of NAME=VALUE."""
     if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise typer.BadParameter(f"expected NAME=VALUE, found {wrong[0]!r}", param_hint="--set")
-    return {name: value_of(value) for name, _, value in (pair.partition("=") for pair in pairs)}
+        raise typer.BadParameter(f"expected NAME=VALUE, found {wrong[0]!r}", param_hint=option)
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
