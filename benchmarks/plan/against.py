@@ -55,11 +55,14 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def seconds(geometry: Geometry, hardware: Hardware, costs: Costs, slots: int, work: Workload, rows: int) -> float:
-    """Of one step of decode."""
+def seconds(
+    geometry: Geometry, hardware: Hardware, costs: Costs, slots: int, work: Workload, rows: int, fills: bool = True
+) -> float:
+    """Of one step of decode. fills: whether there are spare slots that are filled meanwhile."""
     wanted = Wanted(context=min(2 * DEPTH, geometry.max_context), slots=slots, dram_records=geometry.experts)
     case = Case(geometry, hardware, place(geometry, hardware, wanted), work)
-    return sum(decode_parts(case, costs, rows).values())
+    parts = decode_parts(case, costs, rows)
+    return sum(took for part, took in parts.items() if fills or part != "fills of slots")
 
 
 def evenly(geometry: Geometry, slots: int, missed: float, rows: int) -> Workload:
@@ -193,7 +196,7 @@ def without_engine(rows: list[dict[str, Any]], hardware: Hardware) -> Iterator[C
                 continue
             only_cpu = what.startswith("M=1")  # those calls have nothing streamed
             known = costs.scaled({"link_rate": 1e-6}) if only_cpu else costs
-            took = seconds(RECORD, hardware, known, slots, work, tokens)
+            took = seconds(RECORD, hardware, known, slots, work, tokens, fills=False)
             note = f"{work.missed(slots, tokens):.1f} missed" + (f" ({row['misses']:.1f})" if "misses" in row else "")
             yield Compared(f"layer, {what}", row["us"], took * 1e6, "us", f"{note}; {whose}")
 
