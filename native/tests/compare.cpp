@@ -1,5 +1,10 @@
 // Compares every kernel set of this machine with the portable one on random calls, without Python, so that the address,
-// undefined-behaviour and thread sanitizers see the whole core. `compare [calls] [seed]`; exit 1 on any difference.
+// undefined-behaviour and thread sanitizers see the whole core. Exit 1 on any difference.
+//
+// `compare [calls] [first] [few]`: the calls from number `first` on; a call depends on its number alone, so ranges may
+// be run apart. Hidden and intermediate sizes go through all pairs of multiples of 32 up to 512; every 100th call has
+// those of a model. With `few`, calls are so small that hundreds of them are looked at under the thread sanitizer: what
+// the threads do with each other does not depend on how much each has to do.
 
 #include <algorithm>
 #include <cinttypes>
@@ -9,7 +14,9 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <random>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -50,9 +57,10 @@ struct Call {
   }
 };
 
+// Makes the call of a number.
 class Maker {
 public:
-  explicit Maker(std::uint64_t seed) : random_(seed) {}
+  Maker(std::uint64_t number, bool few) : number_(number), few_(few), random_(number) {}
 
   std::size_t below(std::size_t bound) { return std::uniform_int_distribution<std::size_t>(0, bound - 1)(random_); }
 
@@ -60,7 +68,11 @@ public:
     Call call;
     const std::size_t slices = std::size_t{1} << below(3);
     const std::size_t count = std::size_t{1} << below(3);
-    call.shape = {32 * (1 + below(16)), 32 * (1 + below(16)), 1 + below(6), 1 + below(4), 0, count, 1 + below(90)};
+    const std::size_t most = few_ ? kFewBlocks : kBlocks;
+    const std::size_t hidden = 32 * (1 + number_ % most);
+    const std::size_t inner = 32 * (1 + number_ / most % most);
+    call.shape = {hidden, inner, 1 + below(6), 1 + below(4), 0, count, 1 + below(few_ ? 12 : 90)};
+    if (!few_ && number_ % 100 == 99) call.shape = model_shape(count);
     call.shape.first_slice = below(slices);
     call.activation = {below(2) == 1, 0.5F, below(2) == 1};
     call.tokens = 1 + below(call.shape.max_tokens);
@@ -72,12 +84,27 @@ public:
   }
 
 private:
+  static constexpr std::size_t kBlocks = 16;
+  static constexpr std::size_t kFewBlocks = 4;
+  struct Sizes {
+    std::size_t hidden, intermediate;
+  };
+  static constexpr Sizes kModels[] = {{4096, 2048}, {5120, 2304}, {6144, 2048}, {7168, 2048}, {4096, 1536}};
+
+  moetier::Shape model_shape(std::size_t slices) {
+    const Sizes sizes = kModels[below(std::size(kModels))];
+    return {sizes.hidden, sizes.intermediate / slices, 2, 1 + below(2), 0, slices, 1 + below(3)};
+  }
+
   void fill_records(Call &call) {
     const std::size_t size = (call.shape.first_slice + call.shape.slices) * slice_bytes(call.shape);
     const Spread spread = spread_;
     for (std::size_t i = 0; i < call.shape.experts; ++i) {
       Record record(static_cast<std::uint8_t *>(std::aligned_alloc(64, size)));
-      for (std::size_t at = 0; at < size; ++at) record[at] = static_cast<std::uint8_t>(random_());
+      for (std::size_t at = 0; at < size; at += sizeof(std::uint64_t)) { // sizes are multiples of 64
+        const std::uint64_t bits = random_();
+        std::memcpy(record.get() + at, &bits, sizeof bits);
+      }
       for (std::size_t slice = 0; slice < call.shape.first_slice + call.shape.slices; ++slice) {
         const std::size_t codes = 3 * call.shape.hidden * call.shape.inner / 2;
         std::uint8_t *scales = record.get() + slice * slice_bytes(call.shape) + codes;
@@ -124,6 +151,8 @@ private:
   static constexpr Spread kSpreads[] = {{0, 255, false, 0}, {118, 40, false, 0}, {118, 6, false, 0},
                                         {0, 4, true, 125},  {250, 5, true, -95}, {60, 6, true, 126}};
 
+  std::uint64_t number_;
+  bool few_;
   std::mt19937_64 random_;
   Spread spread_{};
 };
@@ -207,32 +236,62 @@ bool callers_take_turns(const Call &call, ThreadPool &pool, const Kernels &kerne
   return good[0] && good[1];
 }
 
+// Pools of every number of threads.
+class Pools {
+public:
+  static int most() { return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 4, 32); }
+
+  ThreadPool &of(int threads) {
+    std::optional<ThreadPool> &pool = pools_[static_cast<std::size_t>(threads)];
+    if (!pool) pool.emplace(threads, std::vector<std::vector<int>>());
+    return *pool;
+  }
+
+private:
+  std::vector<std::optional<ThreadPool>> pools_ = std::vector<std::optional<ThreadPool>>(33);
+};
+
+// Every kernel set of this machine, every way to call it, one thread and several. How many comparisons, 0 where one
+// failed.
+std::uint64_t compare(const Call &call, const std::vector<std::uint16_t> &wanted, Pools &pools, int several,
+                      std::uint64_t number) {
+  using Way = std::vector<std::uint16_t> (*)(const Call &, ThreadPool &, const Kernels &);
+  static constexpr std::pair<const char *, Way> kWays[] = {
+      {"forward", forward}, {"in pieces", in_pieces}, {"by rows", by_rows}};
+  std::uint64_t compared = 0;
+  for (const Kernels *kernels : moetier::built_kernels()) {
+    if (!kernels->available()) continue;
+    for (const int threads : {1, several}) {
+      for (const auto &[name, way] : kWays) {
+        if (!same(way(call, pools.of(threads), *kernels), wanted, kernels->name, name, threads, number)) return 0;
+        ++compared;
+      }
+    }
+  }
+  return compared;
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
   const std::uint64_t calls = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 300;
-  Maker maker(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
+  const std::uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
+  const bool few = argc > 3 && std::string_view(argv[3]) == "few";
   const Kernels &portable = *moetier::find_kernels("portable");
-  ThreadPool one(1, {});
-  ThreadPool three(3, {});
+  Pools pools;
   std::uint64_t compared = 0;
   std::uint64_t hash = 0xCBF29CE484222325U; // FNV-1a over all results: equal on every machine
   bool good = true;
-  for (std::uint64_t number = 0; number < calls && good; ++number) {
+  for (std::uint64_t number = first; number < first + calls && good; ++number) {
+    Maker maker(number, few);
     const Call call = maker.call();
-    const std::vector<std::uint16_t> wanted = forward(call, one, portable);
+    const std::vector<std::uint16_t> wanted = forward(call, pools.of(1), portable);
     for (const std::uint16_t bits : wanted) hash = (hash ^ bits) * 0x100000001B3U;
-    for (const Kernels *kernels : moetier::built_kernels()) {
-      if (!kernels->available()) continue;
-      for (ThreadPool *pool : {&one, &three}) {
-        good = good && same(forward(call, *pool, *kernels), wanted, kernels->name, "forward", pool->threads(), number);
-        good =
-            good && same(in_pieces(call, *pool, *kernels), wanted, kernels->name, "in pieces", pool->threads(), number);
-        good = good && same(by_rows(call, *pool, *kernels), wanted, kernels->name, "by rows", pool->threads(), number);
-        compared += 3;
-      }
-    }
-    if (number % 10 == 0 && !callers_take_turns(call, three, portable)) {
+    const int several = 2 + static_cast<int>(number) % (Pools::most() - 1);
+    const std::uint64_t more = compare(call, wanted, pools, several, number);
+    compared += more;
+    good = more > 0;
+    if (number % 10 == 0 && !callers_take_turns(call, pools.of(several), portable)) {
       std::printf("call %" PRIu64 ": two callers of one pool got wrong bits\n", number);
       good = false;
     }
@@ -240,7 +299,8 @@ int main(int argc, char **argv) {
   for (const Kernels *kernels : moetier::built_kernels()) {
     std::printf("%s%s ", kernels->name, kernels->available() ? "" : " (not on this machine)");
   }
-  std::printf("\n%" PRIu64 " comparisons, %s, results' hash %016" PRIx64 "\n", compared,
-              good ? "0 differ" : "DIFFERENT", hash);
+  std::printf("\ncalls %" PRIu64 " to %" PRIu64 ", 1 to %d threads: %" PRIu64
+              " comparisons, %s, results' hash %016" PRIx64 "\n",
+              first, first + calls - 1, Pools::most(), compared, good ? "0 differ" : "DIFFERENT", hash);
   return good ? 0 : 1;
 }
