@@ -1,9 +1,9 @@
 #!/bin/sh
 # Builds the image of profile cpu where no registry is reached: the steps of its Containerfile on a base made here.
 # As root on Debian with buildah, debootstrap and a pip that finds torch's CPU wheel; takes minutes and 10 GB.
-#   sh tests/stack/image.sh WORK_FOLDER [DEBIAN_MIRROR]
+#   sh tests/stack/image.sh WORK_FOLDER DEBIAN_MIRROR
 set -eu
-work=$1 mirror=${2:-http://deb.debian.org/debian}
+work=$1 mirror=$2
 python=${PYTHON:-.venv/bin/python} pip=${PIP:-.venv/bin/pip}
 mkdir -p "$work"
 
