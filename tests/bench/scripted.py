@@ -54,8 +54,8 @@ class Script:
     extra_prompt_tokens: int = 0
     """How many more prompt tokens are counted than were sent, as by a template."""
     metrics: bool = True
-    end_anyway: bool = False
-    """Ends without a finish reason or [DONE]."""
+    end_anyway: bytes | None = None
+    """What ends the answer instead of a finish reason and [DONE]."""
 
 
 class _Server:
@@ -135,11 +135,13 @@ class _Server:
             sent, number = sent + new, number + 1
             self.counted["generated"] += new
             kind = "reasoning" if number <= script.reasoning else "content"
-            finish = None if sent < total or script.end_anyway else ("stop" if total < most else "length")
+            finish = None if sent < total or script.end_anyway is not None else ("stop" if total < most else "length")
             _event(writer, _chunk(chat, {kind: "x" * new}, finish, prompt, sent, script))
             await writer.drain()
-        if script.end_anyway:
-            return False
+        if script.end_anyway is not None:
+            writer.write(script.end_anyway + b"0\r\n\r\n")  # the answer is whole as HTTP sees it
+            await writer.drain()
+            return True
         if script.final_usage:
             _event(writer, {"choices": [], "usage": _usage(prompt, sent)})
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")

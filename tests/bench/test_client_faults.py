@@ -54,9 +54,10 @@ def near(value: float) -> object:
 QUICK = Decode(levels=(1,), repeats=1, seconds=1, warmup_seconds=0.2)
 
 
+@pytest.mark.parametrize("running_usage", [True, False])
 @in_one_of_three
-def test_1_reasoning_tokens_ignored_in_ttft() -> None:
-    (stream,) = asked(Script(first=0.5, gap=0.1, reasoning=10, stop_after=15))
+def test_1_reasoning_tokens_ignored_in_ttft(running_usage: bool) -> None:
+    (stream,) = asked(Script(first=0.5, gap=0.1, reasoning=10, stop_after=15, running_usage=running_usage))
     first_content = stream.arrivals[10] - stream.due
     assert first_content == near(1.5)  # three times too long
     assert stream.ttft == near(0.5)
@@ -117,7 +118,15 @@ def test_7_an_error_within_a_stream_of_status_200() -> None:
     assert "engine died" in (cells["decode.C1"].reason or "")
 
 
-@pytest.mark.parametrize("script", [Script(gap=0.02, break_after=10), Script(gap=0.02, stop_after=9, end_anyway=True)])
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(gap=0.02, break_after=10),
+        Script(gap=0.02, stop_after=9, end_anyway=b""),
+        Script(gap=0.02, stop_after=9, end_anyway=b"e\r\ndata: [DONE]\n\n\r\n"),
+    ],
+    ids=["connection broken", "ended without a word", "done without a reason"],
+)
 @in_one_of_three
 def test_8_a_stream_that_broke_off_taken_for_complete(script: Script) -> None:
     (stream,) = asked(script)
