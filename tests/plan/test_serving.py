@@ -6,7 +6,7 @@ from moetier.errors import SettingsError
 from moetier.plan import catalog
 from moetier.plan.describe import describe
 from moetier.plan.headers import read_folder
-from moetier.plan.serving import DEVICE_CHUNK, Given, plan_serving, records_of
+from moetier.plan.serving import DEVICE_CHUNKS, Given, plan_serving, records_of
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.trim import trim_checkpoint
@@ -89,9 +89,25 @@ def test_without_flags_a_machine_with_a_gpu_gets_slots(model, gpus, ram, monkeyp
     placement = serving.plan.placement
     settings = Settings.parse({"store": "/s", **serving.settings})
     assert settings.slots == placement.slots > 0
-    assert placement.wanted.chunk == DEVICE_CHUNK
+    assert placement.wanted.chunk == DEVICE_CHUNKS[0]
     assert placement.device_bytes <= placement.device_limit < machine.gpus[0].memory_bytes
     slot = geometry.moe_layers * geometry.record_bytes
     assert placement.slots == geometry.experts or placement.device_limit - placement.device_bytes < slot
     assert serving.device_bytes == placement.device_bytes
     assert any(f"{placement.slots} in GPU memory" in line for line in serving.lines())
+
+
+def test_a_small_device_gets_smaller_chunks_before_it_is_refused(monkeypatch):
+    import moetier.plan.serving as module
+
+    geometry = catalog.bundled("qwen3-next-80b")
+    monkeypatch.setattr(module, "read_folder", lambda folder: geometry)
+    found = dict.fromkeys((8, 9, 10, 11, 12, 16))
+    for gib in found:
+        monkeypatch.setattr(module, "_here", lambda folder, on_gpu, gib=gib: describe(f"1x{gib}GB", "96GB"))
+        try:
+            found[gib] = plan_serving(None, Given(), on_gpu=True).plan.placement.wanted.chunk
+        except SettingsError:
+            found[gib] = 0
+    assert list(found.values()) == sorted(found.values())
+    assert set(found.values()) >= {0, *DEVICE_CHUNKS[:2]}

@@ -16,15 +16,16 @@ from moetier.plan.costs import engine_named
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import GIB, hardware_of
 from moetier.plan.headers import read_folder
-from moetier.plan.placement import Wanted
+from moetier.plan.placement import Wanted, place
 from moetier.plan.planner import Plan, Question, make_plan
 from moetier.vllm_arguments import BATCHED, LENGTH, has, number_of
 
 CONTEXT = 32768
 """Tokens that a plan makes room for, where vLLM's arguments do not say; no more than the model has."""
 
-DEVICE_CHUNK = 8192
-"""Tokens of a prompt in a step with device slots: each chunk streams what has no slot, so few large ones are faster."""
+DEVICE_CHUNKS = (8192, 4096, 2048)
+"""Tokens of a prompt in a step with device slots, the first that fits: each chunk streams what has no slot, so few and
+large ones are faster."""
 ContextOf = Callable[[Sequence[str], int, int | None], int | None]
 
 
@@ -136,18 +137,18 @@ def _here(folder: Path, on_gpu: bool) -> Machine:
 
 def _plan(geometry: Geometry, machine: Machine, given: Given) -> Plan:
     fixed = given.context_of(given.arguments, geometry.max_context, given.reserve)
-    chunk = number_of(given.arguments, BATCHED) or (DEVICE_CHUNK if machine.gpus else Wanted.chunk)
+    budget = number_of(given.arguments, BATCHED)
+    chunks = (budget,) if budget else DEVICE_CHUNKS if machine.gpus else (Wanted.chunk,)
+    hardware = hardware_of(machine, geometry.record)
     wanted = Wanted(
         context=fixed or min(CONTEXT, geometry.max_context),
-        chunk=chunk,
         dram_records=records_of(given.dram_records, geometry.experts),
-        slots=_number(given.slots, "--slots"),
+        slots=_number(given.slots, "--slots") if machine.gpus else None,
     )
-    engine = engine_named(None, hardware_of(machine, geometry.record)).name
-    kept = calibration.calibration_file(machine.identity, engine)
+    each = [replace(wanted, chunk=chunk) for chunk in chunks]
+    wanted = next((one for one in each if not place(geometry, hardware, one).problems), each[0])
+    kept = calibration.calibration_file(machine.identity, engine_named(None, hardware).name)
     corrections = calibration.load(kept) if kept.exists() else None
-    if not machine.gpus:
-        wanted = replace(wanted, slots=None)
     return make_plan(Question(geometry, machine, wanted, calibration=corrections))
 
 

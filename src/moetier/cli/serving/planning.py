@@ -65,7 +65,7 @@ def _plan(model: Path, given: Given, on_cpu: bool) -> tuple[Serving | None, tupl
     except (CheckpointError, SettingsError) as error:
         if isinstance(error, CheckpointError):
             Checkpoint.open(model)  # what is wrong with it is said by its own error
-        elif given.nothing:
+        elif given.nothing or given.reserve is not None:
             raise
         return None, (f"no plan: {error}",)
     return planned, tuple(planned.lines())
