@@ -73,7 +73,7 @@ public:
   StepError rows(const StepInput &input, std::span<const std::uint64_t> addresses, float *rows);
 
 private:
-  static constexpr std::size_t kMostStrips = 4; // that a thread reads in a row: longer runs of memory are faster
+  static constexpr std::size_t kMostStrips = 16; // that a thread reads in a row: longer runs of memory are faster
   static constexpr ExponentRange kNoBlocks = {kBadRow, -128};
 
   enum class Stage : std::uint8_t { listed, gated, done };

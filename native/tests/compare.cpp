@@ -2,9 +2,9 @@
 // undefined-behaviour and thread sanitizers see the whole core. Exit 1 on any difference.
 //
 // `compare [calls] [first] [few]`: the calls from number `first` on; a call depends on its number alone, so ranges may
-// be run apart. Hidden and intermediate sizes go through all pairs of multiples of 32 up to 512; every 100th call has
-// those of a model. With `few`, calls are so small that hundreds of them are looked at under the thread sanitizer: what
-// the threads do with each other does not depend on how much each has to do.
+// be run apart. Hidden and intermediate sizes go through all pairs of multiples of 32 up to 512; every tenth
+// call has long rows, every 100th the sizes of a model. With `few`, calls are so small that hundreds of them are looked
+// at under the thread sanitizer: what the threads do with each other does not depend on how much each has to do.
 
 #include <algorithm>
 #include <cinttypes>
@@ -72,6 +72,7 @@ public:
     const std::size_t hidden = 32 * (1 + number_ % most);
     const std::size_t inner = 32 * (1 + number_ / most % most);
     call.shape = {hidden, inner, 1 + below(6), 1 + below(4), 0, count, 1 + below(few_ ? 12 : 90)};
+    if (!few_ && number_ % 10 == 9) call.shape = long_shape(count);
     if (!few_ && number_ % 100 == 99) call.shape = model_shape(count);
     call.shape.first_slice = below(slices);
     call.activation = {below(2) == 1, 0.5F, below(2) == 1};
@@ -90,6 +91,11 @@ private:
     std::size_t hidden, intermediate;
   };
   static constexpr Sizes kModels[] = {{4096, 2048}, {5120, 2304}, {6144, 2048}, {7168, 2048}, {4096, 1536}};
+
+  // Long rows of few tokens, which have kernels of their own.
+  moetier::Shape long_shape(std::size_t slices) {
+    return {32 * (120 + below(24)), 32 * (1 + below(3)), 1 + below(3), 1 + below(2), 0, slices, 1 + below(4)};
+  }
 
   moetier::Shape model_shape(std::size_t slices) {
     const Sizes sizes = kModels[below(std::size(kModels))];

@@ -51,6 +51,17 @@ def test_every_segment_class(pool, isa, hidden_blocks, inner_blocks):
     check_layer(pool, isa, layer, make_inputs(rng, geometry, 7), PLAIN)
 
 
+# From 128 blocks along K on, one row has a kernel of its own; 127 and 131 are segments of no power of two.
+@pytest.mark.parametrize("scales", [(118, 124), (0, 254)], ids=["usual-scales", "every-scale"])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("hidden_blocks", [127, 128, 131, 132, 144], ids=lambda b: f"hidden{32 * b}")
+def test_long_rows(pool, isa, hidden_blocks, tokens, scales):
+    rng = np.random.default_rng(hidden_blocks + tokens)
+    geometry = LayerGeometry(32 * hidden_blocks, 64, experts=4, top_k=2)
+    layer = make_layer(rng, geometry, scales, (118, 124))
+    check_layer(pool, isa, layer, make_inputs(rng, geometry, tokens), PLAIN)
+
+
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 17, 64, 300])
 def test_token_counts(pool, isa, tokens, family):
