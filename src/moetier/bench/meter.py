@@ -171,12 +171,14 @@ def _microjoules(path: Path) -> float:
 
 
 def nvml_devices() -> list[tuple[Any, Any]]:
-    """NVML and the devices whose energy it can tell."""
+    """NVML and the devices that a server of ours sees, if it can tell their energy."""
     try:
         import pynvml  # type: ignore[import-not-found, unused-ignore]
 
         pynvml.nvmlInit()
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        indices = range(pynvml.nvmlDeviceGetCount()) if visible is None else [int(x) for x in visible.split(",") if x]
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
         for device in devices:
             pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
     except Exception:  # a missing library, driver or right: then there is nothing to read, and cells say so
