@@ -10,7 +10,7 @@ import pytest
 from moetier.bench.corpus import Prompts
 from moetier.bench.endpoint import connect
 from moetier.bench.meter import Meter
-from moetier.bench.probes import Decode, Growth, Prefill
+from moetier.bench.probes import Coding, Decode, Fairness, Growth, Mixed, Prefill, Prefix
 from moetier.bench.probes.base import Probe, Target
 from moetier.bench.samples import Cell
 from tests.bench.scripted import Script, in_one_of_three, scripted
@@ -41,6 +41,7 @@ def test_decode_by_concurrency(level: int) -> None:
     probe = Decode(levels=(level,), repeats=1, seconds=1, warmup_seconds=0.1)
     cells = measured(Script(first=0.2, gap=0.05, per_chunk=3), probe)
     assert cells[f"decode.C{level}"].value == near(level * 3 / 0.05)
+    assert cells[f"decode.C{level}.gap_p99"].value == pytest.approx(50, rel=0.25)  # the longest of a level's gaps
 
 
 @pytest.mark.parametrize("level", [1, 2, 4, 8, 16, 32])
@@ -74,3 +75,36 @@ def test_prefill_and_ttft_of_exact_lengths() -> None:
 def test_decode_behind_a_context() -> None:
     cells = measured(Script(first=0.2, gap=0.03, per_chunk=2), Growth(lengths=(64,), tokens=64, repeats=1))
     assert cells["growth.64"].value == near(2 / 0.03)
+
+
+@in_one_of_three
+def test_coding_counts_from_the_first_token_on() -> None:
+    script = Script(first=0.2, gap=0.02, reasoning=3, role_at=0.01, stop_after=20)
+    cells = measured(script, Coding(max_tokens=40, repeats=1))
+    assert cells["coding.decode"].value == near(1 / 0.02)
+    assert cells["coding.ttft"].value == near(0.2)
+
+
+@in_one_of_three
+def test_mixed_counts_from_when_each_was_due() -> None:
+    cells = measured(Script(first=0.4, gap=0.02, stop_after=31), Mixed(requests=16, per_second=20, max_tokens=64))
+    assert cells["mixed.ttft"].value == near(0.4)
+    assert cells["mixed.latency"].value == near(0.4 + 30 * 0.02)
+    assert cells["mixed.failed"].value == 0
+
+
+@in_one_of_three
+def test_prefix_cold_and_shared() -> None:
+    cells = measured(Script(first=0.4, cached=0), Prefix(prefix=200, followers=2))
+    assert cells["prefix.cold_ttft"].value == near(0.4)
+    assert cells["prefix.warm_ttft"].value is None
+    cells = measured(Script(first=0.4, cached=200), Prefix(prefix=200, followers=2))
+    assert cells["prefix.cold_ttft"].value is None
+    assert cells["prefix.warm_ttft"].value == near(0.4)
+
+
+@in_one_of_three
+def test_fairness_of_a_server_that_is_fair() -> None:
+    cells = measured(Script(first=0.2, gap=0.05), Fairness(running=4, seconds=1, length=200, repeats=1))
+    assert cells["fairness.gap_p99_before"].value == pytest.approx(50, rel=0.1)
+    assert cells["fairness.gap_p99_during"].value == pytest.approx(50, rel=0.1)

@@ -129,6 +129,7 @@ def test_results_are_as_they_were_measured_and_rendered() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("run", "nano/tiered-25", "--commit", "1"), "expected the 40 digits of `git rev-parse HEAD`"),
         (("run", "deepseek-v4-flash/1x32gb"), "is a plan: pin its revision"),
         (("run", "nano/none"), "is not there; `moetier bench list` shows what is"),
         (("run", "../x"), "expected small letters"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -206,13 +207,9 @@ def run_recipe(
     """
     if recipe.status == "plan":
         raise BenchError(f"{recipe.id} is a plan: pin its revision, name its identity and set its status to run first")
+    code = _code(library.root, commit)
     named = library.machine(machine) if machine else machine_of(library)
     check_machine(recipe, named)
-    code = code_of(library.root)
-    if commit is not None:
-        if code.commit is not None:
-            raise BenchError(f"--commit is for a copy without git; this is a checkout of {code.commit[:12]}")
-        code = stated(commit)
     if (code.commit is None or code.changed) and not allow_dirty:
         differs = ", ".join(code.changed[:5]) or "moetier is not installed from this checkout"
         raise BenchError(f"a result is bound to a commit, and this tree is not clean: {differs}; or use --allow-dirty")
@@ -235,6 +232,18 @@ def run_recipe(
         require_space(out)
         result = run.measure(say)
     return write_result(out, result), result
+
+
+def _code(root: Path, commit: str | None) -> Code:
+    """As git says, or where there is none as was stated."""
+    code = code_of(root)
+    if commit is None:
+        return code
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise BenchError(f"--commit {commit!r}: expected the 40 digits of `git rev-parse HEAD`")
+    if code.commit is not None:
+        raise BenchError(f"--commit is for a copy without git; this is a checkout of {code.commit[:12]}")
+    return stated(commit)
 
 
 def measure_cells(
