@@ -14,10 +14,11 @@ import yaml
 from moetier.bench import BenchError
 from moetier.bench.check import problems
 from moetier.bench.documents import Library, MachineFile, Recipe, Suite
+from moetier.bench.here import check_machine, set_folders
 from moetier.bench.probes import Coding, Decode, Prefill, Quality
 from moetier.bench.provenance import changed_files, code_of, machine_here, model_files
 from moetier.bench.result import Result, to_text
-from moetier.bench.run import Run, check_machine, set_folders
+from moetier.bench.run import Run
 from moetier.bench.server import Place, environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,10 @@ from typing import Any
 from moetier.bench import BenchError
 from moetier.bench.check import imported_name, problems
 from moetier.bench.documents import MachineFile, Recipe, Suite
+from moetier.bench.here import set_folders
 from moetier.bench.provenance import Code, code_of, machine_here, model_files
 from moetier.bench.result import LARGEST, Result, to_text, write_result
-from moetier.bench.run import Run, Say, set_folders
+from moetier.bench.run import Run, Say
 from moetier.bench.server import Place, free_port
 from moetier.errors import StoreError
 from moetier.layer.identity import check_random
