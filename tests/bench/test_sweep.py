@@ -125,6 +125,16 @@ def test_another_file_is_no_state(tmp_path: Path) -> None:
     assert path.read_text() == "hello\n"
 
 
+@pytest.mark.parametrize("place", ["no-such-folder/state.jsonl", "."], ids=["no folder", "a folder"])
+def test_a_state_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, place: str) -> None:
+    def measure(recipe: Recipe, suite: Suite) -> Measured:
+        raise AssertionError("measured")
+
+    trials = [(values, with_values(RECIPE, values)) for values in combinations(AXES)]
+    with pytest.raises(BenchError, match="name another --state"):
+        sweep(trials, SUITE, tmp_path / place, measure, "commit", lambda _: None)
+
+
 def test_what_the_ranges_do_not_tell_apart_is_said() -> None:
     def trial(name: str, *samples: float) -> Trial:
         return Trial(key=name, values={"n": name}, cells=(figure("decode.C1", "tok/s", "higher", samples),))
@@ -155,7 +165,7 @@ def test_a_killed_sweep_leaves_no_server(tmp_path: Path) -> None:
     for process in left:
         process.kill()
     assert not left
-    assert not state.exists()
+    assert not state.read_text(), "a trial that was not measured to its end"
 
 
 def _servers(pid: int) -> list[psutil.Process]:

@@ -150,6 +150,7 @@ def sweep(
     bound_to: what else a trial depends on, such as the commit and the machine.
     """
     done = {trial.key: trial for trial in read_state(state)}
+    _append(state, "")  # before anything is measured: whether it can be written
     found = []
     for number, (values, recipe) in enumerate(trials, 1):
         key = sha256_of([recipe.model_dump(mode="json"), suite.model_dump(mode="json"), bound_to])
@@ -157,17 +158,26 @@ def sweep(
             say(f"{number} of {len(trials)}: {values}")
             cells, failure, others = measure(recipe, suite)
             trial = Trial(key=key, values=values, cells=cells, failure=failure, others=others)
-            with state.open("a") as file:
-                file.write(trial.model_dump_json() + "\n")
+            _append(state, trial.model_dump_json() + "\n")
             done[key] = trial
         found.append(done[key])
     return found
+
+
+def _append(state: Path, line: str) -> None:
+    try:
+        with state.open("a") as file:
+            file.write(line)
+    except OSError as error:
+        raise BenchError(f"{state} cannot be written: {error.strerror}; name another --state") from error
 
 
 def read_state(state: Path) -> list[Trial]:
     """Trials of earlier runs; a last line that was cut off by a kill is left out, and removed."""
     if not state.exists():
         return []
+    if not state.is_file():
+        raise BenchError(f"{state} is no file; name another --state")
     lines = state.read_bytes().split(b"\n")
     if lines[-1]:
         state.write_bytes(b"\n".join([*lines[:-1], b""]))
