@@ -31,6 +31,7 @@ SHAPES = {
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 SECONDS_PER_ROW = 1.0
 FEWEST_CALLS = 7
+READS_PER_ROW = 20
 MEMORY_SHARE = 0.4
 """Of the available memory, what the records may take; fewer experts are used where all would not fit."""
 
@@ -48,7 +49,7 @@ class Row:
     gops: float
     """Multiplies and adds a second, 1e9."""
     read_gbps: float
-    """What the same threads read from the same memory, measured around this row."""
+    """What the same threads read from the same memory, measured in between the calls of this row."""
     peak_gops: float
     """What the same threads reach in the kernel set's own dot product without memory."""
     ratio_to_limit: float
@@ -165,10 +166,7 @@ def _measure(
     peak = statistics.median(integer_peak(pool, isa) for _ in range(5))
     for count in tokens:
         kernel = CpuExperts(geometry, Family(10.0, True), pool, isa=isa, max_tokens=count)
-        reads = [read_bandwidth(pool, memory, isa) for _ in range(3)]
-        seconds, distinct = _time(kernel, count, addresses)
-        reads += [read_bandwidth(pool, memory, isa) for _ in range(3)]
-        read = statistics.median(reads)
+        seconds, distinct, read = _time(kernel, count, addresses, lambda: read_bandwidth(pool, memory, isa))
         weights = 3 * geometry.hidden * geometry.intermediate
         size = distinct * weights * 17 / 32
         operations = 2 * count * geometry.top_k * weights
@@ -185,8 +183,13 @@ def _measure(
         )
 
 
-def _time(kernel: CpuExperts, count: int, addresses: NDArray[np.uint64]) -> tuple[float, float]:
-    """Median seconds of a call, and the mean number of distinct experts of one."""
+def _time(
+    kernel: CpuExperts, count: int, addresses: NDArray[np.uint64], read: Callable[[], float]
+) -> tuple[float, float, float]:
+    """Medians: seconds of a call, distinct experts of one (mean), and `read`, called in between all along.
+
+    Memory of a shared machine is faster in one second than in the next, so the limit must come from the same ones.
+    """
     rng = np.random.default_rng(count)
     geometry = kernel.geometry
     x = (rng.standard_normal((count, geometry.hidden), np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -194,11 +197,14 @@ def _time(kernel: CpuExperts, count: int, addresses: NDArray[np.uint64]) -> tupl
     out = np.empty((count, geometry.hidden), np.uint16)
     seconds: list[float] = []
     distinct: list[int] = []
+    reads: list[float] = []
     while len(seconds) < FEWEST_CALLS or sum(seconds) < SECONDS_PER_ROW:
+        if sum(seconds) >= len(reads) * SECONDS_PER_ROW / READS_PER_ROW:
+            reads.append(read())
         ids = np.argsort(rng.random((count, geometry.experts)), axis=1)[:, : geometry.top_k].astype(np.int32)
         ids = np.ascontiguousarray(ids)
         start = time.perf_counter()
         experts, _ = kernel.forward(x, ids, weights, addresses, out)
         seconds.append(time.perf_counter() - start)
         distinct.append(experts.size)
-    return statistics.median(seconds), statistics.mean(distinct)
+    return statistics.median(seconds), statistics.mean(distinct), statistics.median(reads)
