@@ -36,28 +36,25 @@ def measure(shape: Shape, tokens: int, copy: float, backend: Backend = "cuda") -
 
     runs = {"layer": layers}
     if backend == "cuda":
+        from moetier.kernels.gpu.cuda_decode import NOT_HYBRID
         from moetier.kernels.gpu.cuda_path import CudaPath
 
         path = experts.path
         assert isinstance(path, CudaPath)
 
-        def stages() -> None:
-            for x, (ids, weights) in zip(xs, routes, strict=True):
-                call = Call(x, ids, weights, table, slots, experts._rows[:tokens])
-                path.decode(path.decode_kernels(call), call, out, quantize=False)
-
-        runs["matrix stages of three launches"] = stages
+        few, between = path.few, path.between
 
         def by(run: Any) -> Any:
             def layers() -> None:
                 for x, (ids, weights) in zip(xs, routes, strict=True):
-                    run(Call(x, ids, weights, table, slots, experts._rows[:tokens]))
+                    run(Call(x, ids, weights, table, slots, experts._rows[:tokens]), out, between, NOT_HYBRID)
 
             return layers
 
-        runs["layer, three launches"] = by(lambda call: path.decode(path.decode_kernels(call), call, out))
-        if tokens > 1 and tokens * g.top_k <= path.alone.max_pairs:
-            runs["layer, three launches, pairs alone"] = by(lambda call: path.decode(path.alone, call, out))
+        if path.decode_kernels(tokens) is few:
+            runs["matrix stages"] = by(few.matrices)
+        else:  # one launch is both stages, and all of the layer
+            runs["layer by the kernels for a few tokens"] = by(few.run)
     rows = []
     for what, run in runs.items():
         graph = captured(run)

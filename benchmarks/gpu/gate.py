@@ -1,9 +1,9 @@
 """The machine-code gate: every device kernel compiled for every target, without a GPU, and its code looked at.
 
 `python benchmarks/gpu/gate.py [--write]` checks all and prints the table; --write puts it into docs/device-kernels.md.
-Of each kernel: the matrix instruction that is meant is there; float multiply-adds are fused only where we wrote so (in
-PTX every other multiplication and addition carries its own rounding, so the assembler may not fuse it; what FFMA the
-machine code has beyond those comes from the exact division); no float atomics; no local memory.
+Of each kernel: the matrix instruction that is meant is there, and not serialized; float multiply-adds are fused only
+where we wrote so (in PTX every other multiplication and addition carries its own rounding, so the assembler may not fuse
+it; what FFMA the machine code has beyond those comes from the exact division); no float atomics; no local memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moetier.formats import BLOCK, Family, LayerGeometry
-from moetier.kernels.gpu import cuda_path, nvrtc
+from moetier.kernels.gpu import cuda_decode, cuda_path, nvrtc
 from moetier.kernels.gpu import triton_kernels as kernels
 from moetier.kernels.gpu.base import Sizes
 from moetier.kernels.oracle import segments
@@ -33,11 +33,12 @@ SIZES = Sizes(LayerGeometry(4096, 2048, 256, 6), Family(swiglu_limit=10.0, route
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 SHARED_A_BLOCK = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB
 SHARED_A_MULTIPROCESSOR = {"sm_80": 164, "sm_89": 100, "sm_90a": 228, "sm_100": 228, "sm_120": 100}
+MULTIPROCESSORS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 WARPS_A_MULTIPROCESSOR = {"sm_80": 64, "sm_89": 48, "sm_90a": 64, "sm_100": 64, "sm_120": 48}
 DOCS = Path(__file__).parents[2] / "docs" / "device-kernels.md"
 MARKS = ("<!-- gate table -->", "<!-- end of gate table -->")
 
-SOURCES = ("decode 1", "decode 8", "decode 1 hybrid", "decode 8 hybrid", "prefill")
+SOURCES = ("one", "one hybrid", "decode", "decode hybrid", "prefill")
 HYBRID_TOKENS = 64
 INTEGER = r"IMMA\.16832\.S8\.S8|IGMMA|UTCIMMA|IDP\.4A"
 BF16, WARPGROUP = r"HMMA\.16816\.F32\.BF16", r"HGMMA\.64x64x16\.F32\.BF16"
@@ -64,38 +65,48 @@ def _entries(ptx: str) -> dict[str, str]:
 
 
 def cuda_kernels(target: str, sources: tuple[str, ...] = SOURCES) -> Iterator[Compiled]:
-    """The kernels of decode.cu, for one and for several pairs, plain and for a hybrid step, and of prefill.cu."""
+    """The kernels of one.cu and decode.cu, plain and for a hybrid step, and of prefill.cu."""
     g = SIZES.geometry
     for source in sources:
         fused: dict[str, int] = {}
         shared: dict[str, int] = {}
-        if source.startswith("decode"):
-            group, tokens = int(source.split()[1]), HYBRID_TOKENS if source.endswith("hybrid") else 0
-            columns = 2 if group == 1 else 6  # results a lane keeps of a tile: 2 for a single pair, and 4 for several
-            fused = {"gate_up_decode": 16 * columns, "down_decode": 8 * columns}
-            cubin, ptx = nvrtc.compile_source("decode.cu", cuda_path.decode_macros(SIZES, group, tokens), target)
-            up, down = cuda_path.decode_rings(SIZES, group)
+        tokens = HYBRID_TOKENS if source.endswith("hybrid") else 0
+        if source.startswith("one"):
+            device = cuda_decode.OneDevice(target, MULTIPROCESSORS[target], SHARED_A_BLOCK[target] * 1024)
+            one = cuda_decode.one_sizes(SIZES, device)
+            assert one
+            cubin, ptx = nvrtc.compile_source("one.cu", one.macros(SIZES, tokens), target)
+            fused, shared = (
+                {"decode_one": 2 * one.stage_blocks * 4},
+                {"decode_one": one.shared_bytes},
+            )  # 4 values a lane
+            warps, matrix = one.warps, INTEGER
+        elif source.startswith("decode"):
+            # Of a tile a lane keeps 2 results for a single pair, and 4 for several; 16 tiles and 8 are unrolled.
+            fused = {"gate_up_decode": 16 * 6, "down_decode": 8 * 6}
+            cubin, ptx = nvrtc.compile_source("decode.cu", cuda_decode.few_macros(SIZES, tokens), target)
+            up, down = cuda_decode.few_rings(SIZES)
             shared = {"gate_up_decode": up, "down_decode": down + g.top_k * 8 * 64}
-            matrix = INTEGER
+            warps, matrix = 8, INTEGER
         else:
             panel = cuda_path.panel_sizes(target, SHARED_A_BLOCK[target] * 1024)
+            warps = panel.threads // 32
             cubin, ptx = nvrtc.compile_source("prefill.cu", cuda_path.prefill_macros(SIZES, panel), target)
-            if panel is cuda_path.WGMMA:  # (16 + 32 + ... + 128 pairs) / 2 values a lane, four blocks
-                each, matrix = 288 * panel.stage_blocks, WARPGROUP
+            if panel is cuda_path.WGMMA:  # (16 + 32 + ... + 128 pairs) / 2 values a lane, two stages of four blocks
+                each, matrix = 288 * 2 * panel.stage_blocks, WARPGROUP
             else:  # (1 + ... + 6) * 8 values a lane, two blocks
                 each, matrix = 168 * panel.stage_blocks, BF16
             fused = {"gate_up_prefill": each, "down_prefill": each}
             shared = {"gate_up_prefill": panel.shared_bytes(g.hidden // BLOCK)}
             shared["down_prefill"] = panel.shared_bytes(g.slice_intermediate // BLOCK)
         for name, text in _entries(ptx).items():
-            warps = 32 if name == "plan_tiles" else 8
-            label = f"{name} ({source.partition(' ')[2]})" if name in fused and source.startswith("decode") else name
+            label = f"{name} (hybrid)" if tokens and name in fused else name
             yield Compiled(
                 label,
                 target,
                 cubin,
                 text,
-                warps,
+                32 if name == "plan_tiles" else warps if name in fused else 8,
                 shared.get(name, 0),
                 matrix if name in fused else None,
                 fused.get(name, 0),
@@ -172,6 +183,8 @@ def findings(kernel: Compiled) -> tuple[list[str], dict[str, Any]]:
     wrong = []
     if kernel.matrix and not matching(kernel.matrix):
         wrong.append(f"no instruction like {kernel.matrix}")
+    if matching(r"HGMMA") and matching(r"WARPGROUP\.DEPBAR") >= matching(r"HGMMA"):
+        wrong.append("every warpgroup multiplication is waited for alone: the assembler has serialized them")
     if matching(r"STL|LDL") or usage["LOCAL"]:
         wrong.append(f"local memory: {matching('STL|LDL')} accesses")
     if matching(r"(RED|ATOM\w*)\..*F(16|32|64)"):

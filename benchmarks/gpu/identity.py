@@ -16,6 +16,7 @@ from moetier.formats import RecordLayout
 from moetier.kernels import oracle
 from moetier.kernels.gpu import DeviceExperts
 from moetier.kernels.gpu.base import Call
+from moetier.kernels.gpu.cuda_decode import NOT_HYBRID
 from moetier.kernels.gpu.cuda_path import CudaPath
 
 EXPERTS = 24
@@ -63,10 +64,10 @@ def paths_of(experts: DeviceExperts, call: Call) -> dict[str, Any]:
         path._combine(call, call.slot_table, out)
 
     found: dict[str, Any] = {"cuda prefill": prefill}
-    if tokens <= path.meta.shape[0]:
-        for name, kernels in (("cuda decode 1", path.alone), ("cuda decode 8", path.shared)):
-            if pairs <= kernels.max_pairs:
-                found[name] = lambda out, kernels=kernels: path.decode(kernels, call, out)
+    if tokens == 1 and path.one:
+        found["cuda one token"] = lambda out, one=path.one: one.run(call, out, path.between, NOT_HYBRID)
+    if tokens <= path.few_tokens and pairs <= path.few.max_pairs:
+        found["cuda few tokens"] = lambda out: path.few.run(call, out, path.between, NOT_HYBRID)
     return found
 
 
@@ -89,7 +90,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16)
 
 
-TOKENS = (1, 1, 2, 3, 4, 5, 8, 12, 16, 16, 21)
+TOKENS = (1, 1, 1, 2, 3, 4, 5, 8, 12, 16, 16, 21)
 """Sizes of the many calls; a few have up to 4,096."""
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from moetier.formats import Family, LayerGeometry, RecordLayout
+
+
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`; common.cuh has the same."""
+    return next(d for d in range(most, 0, -1) if n % d == 0)
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,24 @@ class Sizes:
     @property
     def layout(self) -> RecordLayout:
         return RecordLayout.of(self.geometry)
+
+    def macros(self, box_tokens: int) -> dict[str, str | int]:
+        """What every CUDA source is compiled with. box_tokens: for hybrid steps of at most so many tokens, or 0."""
+        g = self.geometry
+        macros: dict[str, str | int] = {
+            "HIDDEN": g.hidden,
+            "INNER": g.slice_intermediate,
+            "SLICES": g.slices,
+            "SLICE_BYTES": self.layout.slice_bytes,
+            "EXPERTS": g.experts,
+            "TOP_K": g.top_k,
+            "WEIGHTED": int(self.family.route_weight_before_down),
+            "HYBRID_STEP": int(box_tokens > 0),
+            "BOX_TOKENS": max(box_tokens, 1),
+        }
+        if self.family.swiglu_limit is not None:
+            macros["LIMIT_BITS"] = hex(int(np.float32(self.family.swiglu_limit).view(np.uint32)))
+        return macros
 
 
 @dataclass(frozen=True)

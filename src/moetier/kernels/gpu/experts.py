@@ -120,8 +120,10 @@ class DeviceExperts:
             "slots": (slots, torch.uint8, (slots.shape[0], self.sizes.layout.stride)),
         }
         for name, (tensor, dtype, shape) in wanted.items():
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            aligned = name != "x" or tensor.data_ptr() % 16 == 0
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or not aligned:
+                found = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} at {tensor.data_ptr():#x}"
                 raise SettingsError(
-                    f"{name} must be contiguous {dtype} {shape}, found {tensor.dtype} {tuple(tensor.shape)} with "
-                    f"strides {tensor.stride()}; convert it before the layer"
+                    f"{name} must be contiguous {dtype} {shape} (x: from a multiple of 16 bytes on), found {found}; "
+                    "convert it before the layer"
                 )

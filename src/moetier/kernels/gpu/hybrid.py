@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from moetier.kernels.gpu.base import Call, Sizes
-from moetier.kernels.gpu.cuda_path import CudaPath, HybridArguments
+from moetier.kernels.gpu.cuda_decode import HybridArguments
+from moetier.kernels.gpu.cuda_path import CudaPath
 
 MAX_STAGED = 64
 """Records that one call can stream; hybrid.cuh has the same number."""
@@ -148,8 +149,8 @@ class HybridPath:
         hybrid = HybridArguments(self.live, self._step, self.mail.box, layer.counts, self._patience_ns)
         decode = self.path.decode_kernels(x.shape[0])
         if decode:
-            self._begin(layer, call, quantize=True)
-            self.path.decode(decode, call, out, quantize=False, hybrid=hybrid)
+            self._begin(layer, call, quantize=not decode.quantizes)
+            decode.run(call, out, self.path.between, hybrid)
             return out
         self._begin(layer, call, quantize=False)
         planned = Call(x, self._ids[: x.shape[0]], weights, self._table, self.slots, self._rows[: x.shape[0]])
@@ -161,11 +162,11 @@ class HybridPath:
         p, mail = self.path, self.mail
         blocks = call.x.numel() // 32 if quantize else 0
         streams = STREAM_BLOCKS if len(self.staging) else 0
-        activations = (call.x, p.q, p.meta, blocks, call.ids, call.weights, call.ids.numel())
+        activations = (call.x, p.between.q, p.between.meta, blocks, call.ids, call.weights, call.ids.numel())
         where = (call.slot_table, layer.records, layer.index, self.staging.start, len(self.staging), streams)
         state = (self.costs, layer.heat, layer.counts, self.live, self._ids, self._step)
         box = (mail.box, mail.ids, mail.weights, mail.x, mail.streamed)
-        p.alone.kernels["begin_step"].launch(
+        p.few.kernels["begin_step"].launch(
             (1 + streams + -(-blocks // 8), 1),
             (*activations, *where, *state, *box, self.slots, self.slots.stride(0), self._record_bytes),
         )

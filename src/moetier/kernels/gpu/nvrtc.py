@@ -43,6 +43,10 @@ def shared_memory_a_block(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> tuple[bytes, str]:
     """Machine code and PTX of one of our .cu files for `arch`. Needs no GPU."""
     from cuda.bindings import nvrtc
@@ -107,10 +111,12 @@ class Kernel:
         arguments: Sequence[torch.Tensor | int | None],
         dependent: bool = False,
         shared_bytes: int | None = None,
+        together: bool = False,
     ) -> None:
         """Tensors and None are passed as pointers, integers as 8 bytes, of which an int parameter takes the low 4.
 
-        shared_bytes: dynamic shared memory where it is less than the most that was asked for.
+        shared_bytes: dynamic shared memory where it is less than the most that was asked for. together: all blocks run
+        at once, whatever else is on the device, so that they may wait for each other.
         """
         driver = self._driver
         config = driver.CUlaunchConfig()
@@ -118,11 +124,18 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
         config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        attributes = []
         if dependent and self._early_start:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if together:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in arguments)
         types = tuple(ctypes.c_int64 if isinstance(a, int) else ctypes.c_void_p for a in arguments)
         _ok(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "launching a kernel")

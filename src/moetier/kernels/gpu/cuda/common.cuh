@@ -116,6 +116,13 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
   return d;
 }
 
+// d = start + a b: 16 rows x 32 k by 32 k x 8 columns.
+__device__ __forceinline__ void multiply16(int d[4], const int start[4], const u32 a[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
+}
+
 // Constants that must stay in registers pass through shared memory: the compiler would else keep them in uniform registers
 // and copy one to an ordinary register before every use.
 struct Tables {

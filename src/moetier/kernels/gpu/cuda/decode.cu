@@ -1,5 +1,5 @@
-// Decode in three launches: quantize, gate_up, down (which combines too). In a hybrid step begin_step takes the place of
-// quantize. `live`: how many tokens are real; `step`, `box`, `patience`: see hybrid.cuh; all null where the step is not hybrid.
+// Decode of few tokens in three launches: quantize, gate_up, down (which combines too). In a hybrid step begin_step takes the
+// place of quantize (and runs before decode_one, in one.cu, too). `live`: how many tokens are real; `step`, `box`, `patience`: see hybrid.cuh; all null where the step is not hybrid.
 #include "decode.cuh"
 
 __device__ __forceinline__ void quantize_blocks(const u16 *x, s8 *q, Meta *meta, int blocks, int first) {
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS)
 }
 #endif
 
-// gate_up: block (i, p) computes 32 rows of h for pair p and, where GROUP > 1, the other pairs of p's expert.
+// gate_up: block (i, p) computes 32 rows of h for pair p and the other pairs of p's expert.
 constexpr int UP_STAGE = largest_divisor(UP_CHAIN, UP_BLOCKS_A_STAGE);
 using UpStage = Stage<UP_TILES, UP_STAGE>;
 using UpWeights = Weights<UP_TILES, UP_STAGE>;
@@ -43,10 +43,8 @@ using UpActivations = Activations<UP_TILES, UP_STAGE>;
 
 #if __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200  // about 100 KB of shared memory: one block
 constexpr int UP_RESIDENT = 1;
-#elif HYBRID_STEP && __CUDA_ARCH__ >= 1000  // else two values of a hybrid step go to local memory
-constexpr int UP_RESIDENT = 2;
 #else
-constexpr int UP_RESIDENT = GROUP == 1 ? 3 : 2;
+constexpr int UP_RESIDENT = 2;
 #endif
 using UpRing = Ring<UP_TILES, UP_STAGE, UP_DEPTH>;
 
@@ -93,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
   }
   int count = 1;
   bool mine = slot >= 0;
-  if (GROUP > 1 && mine) {  // all pairs of this expert, by the block of its first pair
+  if (mine) {  // all pairs of this expert, by the block of its first pair
     if (warp < 4) {
       int other = warp * 32 + lane;
       u32 mask = __ballot_sync(~0u, other < pairs && ids[other < pairs ? other : 0] == expert);
@@ -111,8 +109,6 @@ extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
       if (masks[i] & earlier) mine = false;
       count += __popc(masks[i]);
     }
-  } else if (threadIdx.x == 0) {
-    members[0] = u16(pair), tokens[0] = u16(pair / TOP_K);
   }
   if (!mine) {
     wait_for_previous();
@@ -137,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
       if (i * UP_STAGE < UP_CHAIN) activations.copy(ring.unused(), i * UP_STAGE, lane), ring.filled();
       commit();
     }
-    if (GROUP == 1 || now == 1)
+    if (now == 1)
       gate_up_sums<1>(shared, ring, weights, activations, q, meta, warp, lane);
     else
-      gate_up_sums<GROUP == 1 ? 1 : 2>(shared, ring, weights, activations, q, meta, warp, lane);
+      gate_up_sums<2>(shared, ring, weights, activations, q, meta, warp, lane);
     for (int m = warp; m < now; m += UP_WARPS) {
       int which = members[base + m];
       Quantized b = finish_up((const float *)shared, m, route_weights[which], lane);

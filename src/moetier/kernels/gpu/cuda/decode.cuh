@@ -1,11 +1,11 @@
-// Decode: few pairs, memory-bound. A warp streams its segment of row tiles through its own ring in shared memory and
+// Decode of few tokens, memory-bound. A warp streams its segment of row tiles through its own ring in shared memory and
 // multiplies by int8 tensor-core instructions of 16 rows x 32 k x 8 tokens: a tile of the record is exactly one instruction's
 // left operand.
 #pragma once
 #include "hybrid.cuh"
 
 constexpr int MAX_PAIRS = 128;
-constexpr int GROUP = GROUP_SIZE;  // pairs of one expert that share a pass over its weights: 1 or 8
+constexpr int GROUP = 8;  // pairs of one expert that share a pass over its weights, at most
 
 // What a warp's ring holds of one stage: codes and scales of TILES row tiles, then activations of up to GROUP pairs.
 template <int TILES, int BLOCKS> struct Stage {
@@ -67,7 +67,7 @@ template <int TILES, int BLOCKS> struct Activations {
   __device__ __forceinline__ Activations(const s8 *all_q, const Meta *all_meta, const u16 *rows, int count, int pitch, int first,
                                          int lane)
       : q(all_q), meta(all_meta), rows(rows), count(count), pitch(pitch), first(first) {
-    if (GROUP == 1 || count == 1) {
+    if (count == 1) {
       size_t at = rows[0] * pitch + first;
       q += at * 32 + lane * 16;
       meta += at + lane;
@@ -75,7 +75,7 @@ template <int TILES, int BLOCKS> struct Activations {
   }
   __device__ __forceinline__ void copy(u32 stage, int block, int lane) const {
     using Layout = Stage<TILES, BLOCKS>;
-    if (GROUP == 1 || count == 1) {
+    if (count == 1) {
       if (lane < BLOCKS * 2) copy16(stage + Layout::q + lane / 2 * GROUP * 32 + lane % 2 * 16, q + block * 32);
       if (lane < BLOCKS) copy8(stage + Layout::meta + lane * GROUP * 8, meta + block);
       return;
@@ -128,14 +128,11 @@ __device__ __forceinline__ void multiply(const Tables &tables, Sums<TILES, COLUM
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       const u8 *tile = stage + (t * BLOCKS + b) * 256 + lane * 4;
-      u32 a0, a1, a2, a3;
-      unpack(tables, *(const u32 *)tile, a0, a2);
-      unpack(tables, *(const u32 *)(tile + 128), a1, a3);
+      u32 a[4];
+      unpack(tables, *(const u32 *)tile, a[0], a[2]);
+      unpack(tables, *(const u32 *)(tile + 128), a[1], a[3]);
       int d[4];
-      asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-          : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(q.x), "r"(q.y), "r"(tables.magic[0]), "r"(tables.magic[1]),
-            "r"(tables.magic[2]), "r"(tables.magic[3]));
+      multiply16(d, tables.magic, a, q.x, q.y);
       const u8 *scales = stage + TILES * BLOCKS * 256 + (t * BLOCKS + b) * 16;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -259,8 +256,7 @@ __device__ __forceinline__ int plan(Work &work, const int *ids, const int *slot_
   int rank = 0;
   if (p < pairs) {
     int place = 0, token = p / TOP_K;
-    if (GROUP > 1)
-      for (int i = 0; i < p; i++) rank += work.id[i] == work.id[p];
+    for (int i = 0; i < p; i++) rank += work.id[i] == work.id[p];
     work.rank[p] = u16(rank);
     for (int i = token * TOP_K; i < (token + 1) * TOP_K; i++)
       place += work.id[i] < work.id[p] || (work.id[i] == work.id[p] && i < p);
@@ -271,12 +267,10 @@ __device__ __forceinline__ int plan(Work &work, const int *ids, const int *slot_
   if (live) {
     int head = p, item = 0;  // head: the pair that opens this pair's item
     bool last = true;        // no later pair is in this item
-    if (GROUP > 1) {
-      for (int i = 0; i < p; i++)
-        if (work.id[i] == work.id[p] && work.rank[i] == rank / GROUP * GROUP) head = i;
-      for (int i = p + 1; i < pairs; i++) last &= work.id[i] != work.id[p];
-      last |= rank % GROUP == GROUP - 1;
-    }
+    for (int i = 0; i < p; i++)
+      if (work.id[i] == work.id[p] && work.rank[i] == rank / GROUP * GROUP) head = i;
+    for (int i = p + 1; i < pairs; i++) last &= work.id[i] != work.id[p];
+    last |= rank % GROUP == GROUP - 1;
     for (int i = 0; i < head; i++) item += work.slot[i] >= 0 && work.rank[i] % GROUP == 0;
     work.member[item][rank % GROUP] = u16(p);
     work.record[item] = slots + size_t(work.slot[p]) * stride;
@@ -305,7 +299,7 @@ struct Task {  // where a warp's stream of stages is
   }
   __device__ __forceinline__ Weights<1, DOWN_STAGE> weights(const Work &work) const { return {{codes(work)}, {scales(work)}}; }
   __device__ __forceinline__ void copy_pairs(const Work &work, u32 stage, const s8 *hq, const Meta *hmeta, int lane) const {
-    int count = GROUP == 1 ? 1 : work.count[item()];
+    int count = work.count[item()];
     Activations<1, DOWN_STAGE>(hq, hmeta, work.member[item()], count, INTERMEDIATE / 32, first(), lane).copy(stage, block, lane);
   }
 };
@@ -352,7 +346,7 @@ __device__ __forceinline__ void down_sums(const Tables &tables, DownRing ring, c
     ring.filled();
   }
   Sums<1, 1> one;
-  Sums<1, GROUP == 1 ? 1 : 2> many;
+  Sums<1, 2> many;
   one.clear(), many.clear();
 #pragma unroll 1
   for (Task task = {warp, 0, rows}; task.number < tasks; task.advance()) {
@@ -364,11 +358,11 @@ __device__ __forceinline__ void down_sums(const Tables &tables, DownRing ring, c
     commit();
     ring.filled();
     next.advance();
-    const int count = GROUP == 1 ? 1 : work.count[task.item()];
+    const int count = work.count[task.item()];
     if (count == 1)
       multiply<1, DOWN_STAGE, 1>(tables, one, ring.used(), 1, lane);
     else
-      multiply<1, DOWN_STAGE, GROUP == 1 ? 1 : 2>(tables, many, ring.used(), count, lane);
+      multiply<1, DOWN_STAGE, 2>(tables, many, ring.used(), count, lane);
     if (task.block + DOWN_STAGE == DOWN_CHAIN) {
       if (count == 1)
         finish(one, work, task, parts, hq, hmeta, lane);

@@ -1,0 +1,248 @@
+"""The decode kernels of a layer: one launch for a single token, three for a few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetier.formats import BLOCK
+from moetier.kernels.gpu import nvrtc
+from moetier.kernels.gpu.base import Call, Sizes, largest_divisor
+from moetier.kernels.oracle import segments
+
+MAX_PAIRS = 128
+"""Of FewTokens; decode.cuh has the same number."""
+THREADS = 256
+META_BYTES = 8
+GROUP = 8
+"""Pairs of one expert that share a pass over its weights in decode.cuh."""
+FIXED_SHARED_BYTES = 8192
+"""More than the kernels' own static shared memory."""
+
+
+@dataclass(frozen=True)
+class HybridArguments:
+    """What the kernels of a hybrid step are given beside the call; nothing where the step is not hybrid."""
+
+    live: torch.Tensor | None = None
+    """int32 [1] on the device: how many of the tokens are real."""
+    step: torch.Tensor | None = None
+    box: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    patience_ns: int = 0
+
+    def up(self) -> tuple[torch.Tensor | None, ...]:
+        return self.live, self.step
+
+    def down(self) -> tuple[torch.Tensor | int | None, ...]:
+        return self.live, self.step, self.box, self.counts, self.patience_ns
+
+
+NOT_HYBRID = HybridArguments()
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What the kernels hand on: x and h in int8, and of each block of 32 its exponent (and more: struct Meta)."""
+
+    q: torch.Tensor
+    meta: torch.Tensor
+    hq: torch.Tensor
+    hmeta: torch.Tensor
+
+    @classmethod
+    def of(cls, sizes: Sizes, tokens: int, device: torch.device) -> Activations:
+        g = sizes.geometry
+
+        def rows(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+            meta = torch.zeros(count, width // BLOCK, 2, dtype=torch.int32, device=device)
+            return torch.zeros(count, width, dtype=torch.int8, device=device), meta
+
+        return cls(*rows(tokens, g.hidden), *rows(tokens * g.top_k, g.intermediate))
+
+
+def _route(call: Call) -> tuple[Any, ...]:
+    return call.ids, call.weights, call.slot_table, call.slots, call.slots.stride(0)
+
+
+@dataclass(frozen=True)
+class OneSizes:
+    """Sizes of one.cuh: warps of a block, blocks of a chain in a stage at most, stages of a warp's ring.
+
+    resident: blocks that a multiprocessor can hold: with two, the next launch's wait there while these still run.
+    """
+
+    warps: int
+    stage_blocks: int
+    depth: int
+    resident: int
+    shared_bytes: int
+
+    def macros(self, sizes: Sizes, box_tokens: int = 0) -> dict[str, str | int]:
+        ring = {"ONE_WARPS": self.warps, "ONE_BLOCKS": self.stage_blocks, "ONE_DEPTH": self.depth}
+        return sizes.macros(box_tokens) | ring | {"ONE_RESIDENT": self.resident}
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """What one.cu's sizes depend on."""
+
+    arch: str
+    multiprocessors: int
+    shared_bytes_a_block: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> OneDevice:
+        return cls(nvrtc.architecture(device), nvrtc.multiprocessors(device), nvrtc.shared_memory_a_block(device))
+
+
+def one_ring(sizes: Sizes, device: OneDevice, warps: int, stage_blocks: int, resident: int) -> OneSizes:
+    """The deepest ring that fits; its depth may be less than the two that one.cu needs."""
+    g = sizes.geometry
+    up_blocks, down_blocks = g.hidden // BLOCK, g.slice_intermediate // BLOCK
+    up, down = segments(up_blocks), segments(down_blocks)
+    up_chain, down_chain, down_chains = up_blocks // up, down_blocks // down, down * g.slices
+    activations = max(up * (up_chain + 1), g.top_k * down_chains * (down_chain + 1)) * BLOCK
+    exponents = -(-max(up_blocks, g.top_k * g.intermediate // BLOCK) * 4 // 16) * 16
+    items = -(-g.hidden // 16 // device.multiprocessors) * g.top_k
+    rest = activations + exponents + max(warps // _team(sizes) * 4 * up * 64, items * down_chains * 64)
+    stage = max(largest_divisor(up_chain, stage_blocks), largest_divisor(down_chain, stage_blocks)) * 8 * 272
+    fixed = 2048 + 4 * g.experts  # more than the kernel's own static shared memory
+    shared = (device.shared_bytes_a_block + 1024) // resident - 1024
+    depth = min((shared - fixed - rest) // (warps * stage), 8)
+    return OneSizes(warps, stage_blocks, depth, resident, warps * depth * stage + rest)
+
+
+def _team(sizes: Sizes) -> int:
+    """Warps that compute 32 rows of h together: a warp takes eight chains."""
+    return -(-4 * segments(sizes.geometry.hidden // BLOCK) // 8)
+
+
+def one_sizes(sizes: Sizes, device: OneDevice) -> OneSizes | None:
+    """What is fastest of what fits the device (measured on one H200); None where nothing does."""
+    g = sizes.geometry
+    teams = -(-g.top_k * g.intermediate // BLOCK // device.multiprocessors)  # with something to do at a time
+    # Older devices cannot launch early; for newer ones than Hopper the compiler needs more than 80 registers a thread.
+    share = device.arch == "sm_90a" and teams * _team(sizes) <= 12
+    candidates = [(12, 1, 2)] if share else []
+    candidates += [(16, 2, 1), (16, 1, 1), (12, 1, 1), (8, 1, 1), (4, 1, 1)]
+    for warps, stage_blocks, resident in candidates if g.top_k <= 32 else ():
+        one = one_ring(sizes, device, warps, stage_blocks, resident)
+        if one.depth >= resident + 1:
+            return one
+    return None
+
+
+class OneToken:
+    """one.cu: a single token, in one launch of a block a multiprocessor."""
+
+    quantizes = True
+    """Reads x as it is: no kernel need quantize it before."""
+
+    def __init__(self, sizes: Sizes, one: OneSizes, device: torch.device, box_tokens: int) -> None:
+        self._blocks = nvrtc.multiprocessors(device)
+        kernels = {"decode_one": (one.warps * 32, one.shared_bytes)}
+        self._kernel = nvrtc.load("one.cu", one.macros(sizes, box_tokens), device, kernels)["decode_one"]
+        self._progress = torch.zeros(2, dtype=torch.int32, device=device)
+
+    @classmethod
+    def fitting(cls, sizes: Sizes, device: torch.device, box_tokens: int) -> OneToken | None:
+        """None where the layer does not fit the device's multiprocessors."""
+        one = one_sizes(sizes, OneDevice.of(device))
+        return cls(sizes, one, device, box_tokens) if one else None
+
+    def run(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: HybridArguments) -> None:
+        """Without `out`, into `call.rows`. Where the step is hybrid, after begin_step."""
+        self._kernel.launch(
+            (self._blocks, 1),
+            (call.x, *_route(call), between.hq, between.hmeta, self._progress, call.rows, out, *hybrid.down()),
+            dependent=True,
+            together=True,
+        )
+
+
+@dataclass(frozen=True)
+class RingSizes:
+    """A warp's ring in decode.cuh, for gate and up and for down: blocks in a stage at most, and stages."""
+
+    up_blocks: int = 4
+    up_depth: int = 2
+    down_blocks: int = 9
+    down_depth: int = 2
+
+
+RING = RingSizes()
+
+
+def few_macros(sizes: Sizes, box_tokens: int = 0) -> dict[str, str | int]:
+    """What decode.cu is compiled with. box_tokens: for hybrid steps of at most so many tokens."""
+    depths = {"UP_DEPTH": RING.up_depth, "DOWN_DEPTH": RING.down_depth}
+    stages = {"UP_BLOCKS_A_STAGE": RING.up_blocks, "DOWN_BLOCKS_A_STAGE": RING.down_blocks}
+    return sizes.macros(box_tokens) | depths | stages
+
+
+def _up_warps(sizes: Sizes) -> int:
+    """UP_WARPS of decode.cu: each segment of four row tiles, half of the segments' number of tiles a warp."""
+    s = segments(sizes.geometry.hidden // BLOCK)
+    return s * 4 // max(1, s // 2)
+
+
+def few_rings(sizes: Sizes) -> tuple[int, int]:
+    """Bytes of the rings of a block of gate_up_decode (or of its partial sums, which follow) and of down_decode."""
+    g = sizes.geometry
+    up_blocks, down_blocks = g.hidden // BLOCK, g.slice_intermediate // BLOCK
+    s = segments(up_blocks)
+
+    def stage(row_tiles: int, chain: int, most: int) -> int:
+        blocks = largest_divisor(chain, most)
+        return -(-blocks * (row_tiles * 272 + GROUP * (32 + META_BYTES)) // 16) * 16
+
+    up = _up_warps(sizes) * RING.up_depth * stage(max(1, s // 2), up_blocks // s, RING.up_blocks)
+    down = 8 * RING.down_depth * stage(1, down_blocks // segments(down_blocks), RING.down_blocks)
+    return max(up, s * 64 * GROUP * 4), down
+
+
+class FewTokens:
+    """decode.cu: up to `max_pairs` pairs, in three launches, or two after begin_step, which is of this file too."""
+
+    quantizes = False
+
+    def __init__(self, sizes: Sizes, device: torch.device, box_tokens: int) -> None:
+        g = sizes.geometry
+        self._h_blocks, self._row_tiles = g.intermediate // BLOCK, g.hidden // 16
+        up_shared, self._down_ring = few_rings(sizes)
+        self._item_bytes = segments(g.slice_intermediate // BLOCK) * g.slices * 64
+        limit = nvrtc.shared_memory_a_block(device)
+        self.max_pairs = min(MAX_PAIRS, (limit - FIXED_SHARED_BYTES - self._down_ring) // self._item_bytes)
+        kernels = {
+            "quantize_decode": (THREADS, 0),
+            "gate_up_decode": (_up_warps(sizes) * 32, up_shared),
+            "down_decode": (THREADS, self._down_ring + self.max_pairs * self._item_bytes),
+        }
+        if box_tokens:
+            kernels["begin_step"] = (THREADS, 0)
+        self.kernels = nvrtc.load("decode.cu", few_macros(sizes, box_tokens), device, kernels)
+
+    def run(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: HybridArguments) -> None:
+        """Without `out`, into `call.rows`. The second and third launch start while the one before still runs."""
+        blocks = call.x.numel() // BLOCK
+        if hybrid is NOT_HYBRID:  # else begin_step has done it
+            self.kernels["quantize_decode"].launch((-(-blocks // 8), 1), (call.x, between.q, between.meta, blocks))
+        self.matrices(call, out, between, hybrid)
+
+    def matrices(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: HybridArguments) -> None:
+        """The two launches that read weights."""
+        pairs, h = call.ids.numel(), (between.hq, between.hmeta)
+        self.kernels["gate_up_decode"].launch(
+            (self._h_blocks, pairs),
+            (between.q, between.meta, *_route(call), pairs, *h, *hybrid.up()),
+            dependent=True,
+        )
+        self.kernels["down_decode"].launch(
+            (self._row_tiles, 1),
+            (*h, *_route(call), pairs, call.rows, out, *hybrid.down()),
+            dependent=True,
+            shared_bytes=self._down_ring + pairs * self._item_bytes,
+        )
