@@ -2,8 +2,8 @@
 
 `python benchmarks/gpu/gate.py [--write]` checks all and prints the table; --write puts it into docs/device-kernels.md.
 Of each kernel: the matrix instruction that is meant is there, and not serialized; float multiply-adds are fused only
-where we wrote so (in PTX every other multiplication and addition carries its own rounding, so the assembler may not fuse
-it; what FFMA the machine code has beyond those comes from the exact division); no float atomics; no local memory.
+where we wrote so (in PTX every other multiplication and addition carries its own rounding, so the assembler may not
+fuse it; what FFMA the machine code has beyond those comes from the exact division); no float atomics; no local memory.
 """
 
 from __future__ import annotations

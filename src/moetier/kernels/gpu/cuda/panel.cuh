@@ -16,6 +16,23 @@ __device__ __forceinline__ u16 folded(const Quantized &b) {
   return is_tame(b.e) ? u16(__float_as_uint(__fmul_rn(float(b.q), power(b.e + SHIFT))) >> 16) : 0x7FC0;
 }
 
+struct Tile {
+  int slot, first, count;  // pairs order[first .. first + count) of the expert in `slot`
+};
+struct Place {  // of a pair: number m of the tile of `count` pairs that begins at order[first]
+  int first;
+  u16 count, m;
+};
+
+template <int PAIRS> struct MembersOf {  // who the pairs of a tile are
+  int pairs[PAIRS];
+  float weights[PAIRS];
+};
+template <int PAIRS, int ROWS> struct FlagsOf {
+  u8 bad_pair[PAIRS];  // has a block with a NaN: filled by `repair`
+  u8 row_tame[ROWS];
+};
+
 struct Half {  // row tiles, the first `valid` of which exist
   const u8 *codes, *scales;
   int valid;

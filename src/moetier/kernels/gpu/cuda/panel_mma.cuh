@@ -4,11 +4,25 @@
 
 constexpr int PAIRS = 48, ROW_TILES = 16;
 constexpr int PITCH = PAIRS + 9;  // floats from one row of results to the next: no bank conflicts either way
+using Members = MembersOf<PAIRS>;
+using Flags = FlagsOf<PAIRS, ROW_TILES * 16>;
+constexpr int PANEL_THREADS = THREADS;
+constexpr bool BY_TILE = false;
 
 __device__ __forceinline__ int place_in_block(int k) {  // a lane reads its 8 values of a block as 16 bytes
   int j = k & 7;
   return (k & 24) + (j < 4 ? 2 * j : 2 * j - 7);
 }
+__device__ __forceinline__ int swizzled(int piece, int) { return piece; }
+
+// Where a row's block is in an array of activations, `blocks` blocks a row: [row][block][32].
+__device__ __forceinline__ size_t block_of(const Place &, int row, int blocks, int block) {
+  return (size_t(row) * blocks + block) * 32;
+}
+
+__device__ __forceinline__ size_t first_block(const Tile &, int, int block) { return block * 32; }  // of row 0
+__device__ __forceinline__ void sync_panel() { __syncthreads(); }
+__device__ __forceinline__ bool sync_panel_or(bool value) { return __syncthreads_or(value); }
 
 template <int STAGE> struct Layout {  // of one stage in shared memory
   static constexpr int scales = ROW_TILES * STAGE * 256, activations = scales + ROW_TILES * STAGE * 16;
@@ -118,5 +132,27 @@ template <int BLOCKS, class... Arguments> __device__ __forceinline__ void row_su
     case 4: return row_sums<4, BLOCKS>(arguments...);
     case 5: return row_sums<5, BLOCKS>(arguments...);
     default: return row_sums<6, BLOCKS>(arguments...);
+  }
+}
+
+// All items of a block of threads, all of its warps at each.
+template <class Job> __device__ __forceinline__ void run(u8 *shared, const Job &job) {
+  __shared__ Members members;
+  __shared__ Flags flags;
+  __shared__ int rows[PAIRS];  // which row of the activations each pair reads; beyond the last pair, those of the first
+  const int items = job.items();
+  float *results = (float *)shared;
+#pragma unroll 1
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Tile tile = job.tile(item);
+    job.tell(tile, members, threadIdx.x, THREADS);
+    __syncthreads();
+    if (threadIdx.x < PAIRS) rows[threadIdx.x] = members.pairs[threadIdx.x < tile.count ? threadIdx.x : 0] / Job::PAIRS_A_ROW;
+    __syncthreads();
+    row_sums_of<Job::BLOCKS>(tile.count, shared, job.panel(item, tile), job.activations(item, tile), u32(Job::COLUMNS), rows,
+                             flags.row_tame);
+    job.check(item, tile, members, results, flags);
+    job.finish(item, tile, members, results);
+    __syncthreads();
   }
 }

@@ -1,17 +1,36 @@
-// Panels by wgmma (sm_90a): 128 rows x 128 pairs; a warpgroup has one half, a warp one row tile of it.
+// Panels by wgmma (sm_90a): 128 rows x 128 pairs. Two warpgroups compute, each one half of the rows, a warp one row tile of
+// it; a third fills the ring, activations by bulk copies, which is why they lie in memory in the order of the tiles. A block
+// of threads lives as long as the launch and takes item after item, so that the ring is full when the next one begins.
 #pragma once
+#include "hopper.cuh"
 #include "panel.cuh"
 
 constexpr int PAIRS = 128, ROW_TILES = 8;
 constexpr int PITCH = PAIRS + 9;  // floats from one row of results to the next: no bank conflicts either way
+constexpr int COPIERS = 128, PANEL_THREADS = THREADS + COPIERS;
+constexpr int COMPUTE_REGISTERS = 232, COPY_REGISTERS = 40;  // 2 * 232 + 40 is what the launch gives to three warpgroups
+constexpr bool BY_TILE = true;
+using Members = MembersOf<PAIRS>;
+using Flags = FlagsOf<PAIRS, ROW_TILES * 16>;
 
-// Activations in shared memory, as wgmma's right operand with its swizzle of 64 bytes: of each block 64 bytes a pair, whose
-// four pieces of 16 bytes change places with bits 1 and 2 of the pair's number.
+// Of each block 64 bytes a pair: in shared memory wgmma's right operand with its swizzle of 64 bytes, whose four pieces of 16
+// bytes change places with bits 1 and 2 of the pair's number m in its tile.
 constexpr int BLOCK_BYTES = PAIRS * 64;
 
 __device__ __forceinline__ int place_in_block(int k) {  // registers (j, j + 4) of `unpack_bf16` are neighbours along k
   int c = k >> 3, j = k & 7;
   return ((j & 3) >> 1) * 16 + (j & 1) * 8 + 2 * c + (j >> 2);
+}
+__device__ __forceinline__ int swizzled(int piece, int m) { return piece ^ (m >> 1 & 3); }
+
+// Where a pair's block is in an array of activations, `blocks` blocks a pair: [tile][block][pair of the tile][32].
+__device__ __forceinline__ size_t block_of(const Place &place, int, int blocks, int block) {
+  return (size_t(place.first) * blocks + size_t(block) * place.count + place.m) * 32;
+}
+
+// Where a tile's activations begin, from some block on.
+__device__ __forceinline__ size_t first_block(const Tile &tile, int blocks, int block) {
+  return block_of({tile.first, u16(tile.count), 0}, 0, blocks, block);
 }
 
 template <int STAGE> struct Layout {  // of one stage in shared memory
@@ -19,83 +38,84 @@ template <int STAGE> struct Layout {  // of one stage in shared memory
   static constexpr int stride = (scales + ROW_TILES * STAGE * 16 + 1023) / 1024 * 1024;
 };
 
-// Where a thread copies activations from: 16 bytes a block of pairs threadIdx / 4, + 64.
-template <int N> struct Source {
-  static constexpr int COUNT = (N + 63) / 64;
-  const u16 *from[COUNT];
-  u32 to;
+template <int BLOCKS> struct RingOf {
+  static constexpr int STAGE = largest_divisor(BLOCKS / segments(BLOCKS), STAGE_BLOCKS), STEPS = BLOCKS / STAGE;
+  using Stages = Layout<STAGE>;
+  static constexpr int BYTES = DEPTH * Stages::stride;
+};
 
-  __device__ __forceinline__ Source(const u16 *x, size_t pitch, const int *rows) {
-    const int m = threadIdx.x / 4, piece = threadIdx.x % 4;
-    to = m * 64 + (piece ^ (m >> 1 & 3)) * 16;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) from[i] = x + rows[min(m + 64 * i, PAIRS - 1)] * pitch + piece * 8;
-  }
-  template <int BLOCKS, int STAGE> __device__ __forceinline__ void copy(u32 stage, const Panel &panel, int block) const {
-    copy_weights<ROW_TILES, BLOCKS, STAGE>(stage + Layout<STAGE>::codes, panel, block);
-#pragma unroll
-    for (int b = 0; b < STAGE; b++)
-#pragma unroll
-      for (int i = 0; i < COUNT; i++)
-        if (N - 64 * i >= 64 || int(threadIdx.x) < (N - 64 * i) * 4)
-          copy16(stage + b * BLOCK_BYTES + i * 4096 + to, from[i] + size_t(block + b) * 32);
+struct Cursor {  // which stage of the ring is next, and the parity of its barriers
+  int slot = 0;
+  u32 phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == DEPTH) slot = 0, phase ^= 1;
   }
 };
 
-// 64 bits that tell wgmma where its right operand lies: address, 512 bytes from 8 pairs to the next, swizzle of 64 bytes.
-__device__ __forceinline__ unsigned long long descriptor(u32 address) {
-  return (address & 0x3FFFF) >> 4 | 1ull << 16 | (unsigned long long)(512 >> 4) << 32 | 2ull << 62;
-}
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+// full: the bytes of a stage have come; empty: every computing warp is done with it. told: who the pairs of an item are;
+// forgotten: every computing warp is done with that.
+struct Ring {
+  unsigned long long barriers[2 * DEPTH + 4];
+  Tile tiles[DEPTH];  // of the item whose first stage this is
+
+  __device__ u32 barrier(int i) const { return shared_address(barriers + i); }
+  __device__ u32 full(int slot) const { return barrier(slot); }
+  __device__ u32 empty(int slot) const { return barrier(DEPTH + slot); }
+  __device__ u32 told(int item) const { return barrier(2 * DEPTH + item % 2); }
+  __device__ u32 forgotten(int item) const { return barrier(2 * DEPTH + 2 + item % 2); }
+  __device__ void init() {
+    if (threadIdx.x != 0) return;
+    for (int i = 0; i < DEPTH; i++) barrier_init(full(i), 1 + COPIERS), barrier_init(empty(i), THREADS / 32);
+    for (int i = 0; i < 2; i++) barrier_init(told(i), COPIERS / 32), barrier_init(forgotten(i), THREADS / 32);
+    barriers_are_ready();
+  }
+};
+
+__device__ __forceinline__ void sync_panel() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ bool sync_panel_or(bool value) {
+  int any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %1, 0;\nbar.red.or.pred q, 1, %2, p;\nselp.s32 %0, 1, 0, q;\n}"
+               : "=r"(any) : "r"(int(value)), "n"(THREADS) : "memory");
+  return any;
 }
 
-// d (+)= the warpgroup's 64 rows x 16 k times N pairs; without `add`, d starts from zero.
-template <int N> __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], unsigned long long b, int add);
-template <> __device__ __forceinline__ void wgmma<16>(float (&d)[8], const u32 (&a)[4], unsigned long long b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-template <> __device__ __forceinline__ void wgmma<32>(float (&d)[16], const u32 (&a)[4], unsigned long long b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-template <> __device__ __forceinline__ void wgmma<48>(float (&d)[24], const u32 (&a)[4], unsigned long long b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
-      "{%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-template <> __device__ __forceinline__ void wgmma<64>(float (&d)[32], const u32 (&a)[4], unsigned long long b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-      "%23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+// An item's weights and activations into the ring, by a warpgroup: weights in pieces of 16 bytes, activations in bulk (all in
+// bulk takes longer: that engine works copy by copy, and a row tile's weights of a stage are no more than 1 KiB).
+template <int BLOCKS>
+__device__ __forceinline__ void copy_item(u8 *shared, Ring &ring, Cursor &at, const Tile &tile, const Panel &panel, const u16 *x) {
+  using Stages = typename RingOf<BLOCKS>::Stages;
+  constexpr int STAGE = RingOf<BLOCKS>::STAGE, HALF = ROW_TILES / 2, PIECES = STAGE * 16;
+  const u32 thread = threadIdx.x - THREADS;
+  const u8 *activations = (const u8 *)(x + size_t(thread) * tile.count * 32);
+#pragma unroll 1
+  for (int step = 0; step < RingOf<BLOCKS>::STEPS; step++) {
+    const u32 stage = shared_address(shared) + at.slot * Stages::stride, full = ring.full(at.slot);
+    barrier_wait(ring.empty(at.slot), at.phase ^ 1);  // the parity before the first counts as past: the ring starts empty
+    if (thread == 0) {
+      if (step == 0) ring.tiles[at.slot] = tile;
+      barrier_expect(full, STAGE * tile.count * 64);
+    }
+    __syncwarp();
+    if (thread < STAGE) bulk_copy(stage + thread * BLOCK_BYTES, activations, tile.count * 64, full);
+    activations += STAGE * tile.count * 64;
+#pragma unroll 1
+    for (int h = 0; h < 2; h++) {
+      const u8 *codes = (h ? panel.b.codes : panel.a.codes) + step * (STAGE * 256);
+      const u8 *scales = (h ? panel.b.scales : panel.a.scales) + step * (STAGE * 16);
+      const u32 valid = min(h ? panel.b.valid : panel.a.valid, HALF);
+#pragma unroll
+      for (int first = 0; first < HALF * PIECES; first += COPIERS) {
+        const u32 i = first + thread, row_tile = i / PIECES;
+        if (row_tile < valid)
+          copy16(stage + Stages::codes + (h * HALF * PIECES + i) * 16, codes + row_tile * (BLOCKS * 256) + i % PIECES * 16);
+      }
+      const u32 row_tile = thread / STAGE;
+      if (row_tile < valid)
+        copy16(stage + Stages::scales + (h * HALF * STAGE + thread) * 16, scales + row_tile * (BLOCKS * 16) + thread % STAGE * 16);
+    }
+    arrive_when_copied(full);
+    at.advance();
+  }
 }
 
 // N pairs of a warpgroup's rows: what the matrix unit gives for a block, the segment's sum, the sum of segments.
@@ -106,11 +126,12 @@ template <int N> struct Part {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) d[i] = 0.f, acc[i] = 0.f, total[i] = 0.f;
   }
+  // activations: the lower word of their descriptor
   __device__ __forceinline__ void start(const Fragment &f, u32 activations) {
     const u32 first[4] = {f.top[0], f.bottom[0], f.top[1], f.bottom[1]};
     const u32 second[4] = {f.top[2], f.bottom[2], f.top[3], f.bottom[3]};
-    wgmma<N>(d, first, descriptor(activations), 0);
-    wgmma<N>(d, second, descriptor(activations + 32), 1);
+    wgmma<N>(d, first, whole(activations), 0);
+    wgmma<N>(d, second, whole(activations + 32 / 16), 1);
     wgmma_commit();
   }
   __device__ __forceinline__ void add(const float (&scale)[2]) {
@@ -139,73 +160,78 @@ template <> struct Part<0> {
   __device__ void store(float *, int, int) const {}
 };
 
-// Row sums of the panel times A + B pairs into results[row * PITCH + pair]; row_tame[row]: its scales were tame. While the
-// matrix unit works on one part of a block, the other part's sums are added up.
+// Row sums of an item, its panel times A + B pairs, into results[row * PITCH + pair]; row_tame[row]: its scales were tame.
+// While the matrix unit works on one part of a block, the other part's sums are added up, B's one block late. After a round of
+// stages all is waited for: the assembler would else make every multiplication wait.
 template <int A, int B, int BLOCKS>
-__device__ __forceinline__ void row_sums(u8 *shared, const Panel &panel, const u16 *x, u32 x_pitch, const int *rows, u8 *row_tame) {
-  constexpr int SEGMENTS = segments(BLOCKS), CHAIN = BLOCKS / SEGMENTS, STAGE = largest_divisor(CHAIN, STAGE_BLOCKS);
-  constexpr int STEPS = BLOCKS / STAGE, AHEAD = DEPTH - 1;
-  using Stages = Layout<STAGE>;
+__device__ __forceinline__ void row_sums(u8 *shared, float *results, Ring &ring, Cursor &at, u8 *row_tame) {
+  using Stages = typename RingOf<BLOCKS>::Stages;
+  constexpr int STAGE = RingOf<BLOCKS>::STAGE, STEPS = RingOf<BLOCKS>::STEPS, STEPS_A_SEGMENT = STEPS / segments(BLOCKS);
+  constexpr int ROUND = STEPS_A_SEGMENT % 2 == 0 ? 2 : 1;
+  constexpr bool EVEN = ROUND * STAGE % 2 == 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u32 ring = shared_address(shared);
-  const Source<A + B> source(x, x_pitch, rows);
-#pragma unroll
-  for (int i = 0; i < AHEAD; i++) {
-    if (i < STEPS) source.template copy<BLOCKS, STAGE>(ring + i * Stages::stride, panel, i * STAGE);
-    commit();
-  }
   Part<A> a;
   Part<B> b;
   a.clear(), b.clear();
   u32 wild[2] = {};
-  int at = 0, free_at = AHEAD * Stages::stride;
+  Fragment f[2];
+  auto load = [&](Fragment &fragment, int stage, int block) {
+    const int tile = warp * STAGE + block;
+    fragment.load(shared + stage + Stages::codes + tile * 256, shared + stage + Stages::scales + tile * 16, wild);
+  };
+  load(f[0], at.slot * Stages::stride, 0);  // whose coming has been waited for
 #pragma unroll 1
-  for (int step = 0; step < STEPS; step++) {
-    wait_copies<AHEAD - 1>();
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what the copies wrote
-    __syncthreads();
-    if (step + AHEAD < STEPS)
-      source.template copy<BLOCKS, STAGE>(ring + free_at, panel, (step + AHEAD) * STAGE);
-    commit();
-    auto load = [&](Fragment &f, int block) {
-      int tile = warp * STAGE + block;
-      f.load(shared + at + Stages::codes + tile * 256, shared + at + Stages::scales + tile * 16, wild);
-    };
-    Fragment f[2];
-    load(f[0], 0);
+  for (int step = 0; step < STEPS; step += ROUND) {
+    u32 first_block = 0, empty = 0;
+    int stage = 0;
 #pragma unroll
-    for (int block = 0; block < STAGE; block++) {
-      Fragment &now = f[block % 2], &other = f[(block + 1) % 2];
-      const u32 activations = ring + at + block * BLOCK_BYTES;
+    for (int i = 0; i < ROUND * STAGE; i++) {
+      const int block = i % STAGE;
+      const bool last_of_stage = block + 1 == STAGE, last = i + 1 == ROUND * STAGE;
+      const u32 empty_before = empty;
+      if (block == 0) {
+        stage = at.slot * Stages::stride;
+        first_block = descriptor(shared_address(shared) + stage), empty = ring.empty(at.slot);
+        at.advance();
+      }
+      Fragment &now = f[i % 2], &other = f[(i + 1) % 2];
+      const u32 activations = first_block + block * BLOCK_BYTES / 16;
       wgmma_fence();
       a.start(now, activations);
-      if (block > 0) {
+      if (B > 0 && i > 0) {
         wgmma_wait<1>();
         b.add(other.scale);
         wgmma_fence();
       }
-      b.start(now, activations + A * 64);
-      if (block + 1 < STAGE) load(other, block + 1);
+      if (block == 0 && i > 0 && lane == 0) barrier_arrive(empty_before);
+      b.start(now, activations + A * 64 / 16);
+      if (!last_of_stage) {
+        load(other, stage, block + 1);
+      } else if (!last || (EVEN && step + ROUND < STEPS)) {
+        barrier_wait(ring.full(at.slot), at.phase);
+        load(other, at.slot * Stages::stride, 0);
+      }
       wgmma_wait<(B > 0)>();
       a.add(now.scale);
     }
     wgmma_wait<0>();
-    b.add(f[(STAGE - 1) % 2].scale);
-    if ((step + 1) % (CHAIN / STAGE) == 0) a.end_segment(), b.end_segment();
-    at = at == (DEPTH - 1) * Stages::stride ? 0 : at + Stages::stride;
-    free_at = free_at == (DEPTH - 1) * Stages::stride ? 0 : free_at + Stages::stride;
+    if (lane == 0) barrier_arrive(empty);
+    b.add(f[(ROUND * STAGE - 1) % 2].scale);
+    if (!EVEN && step + ROUND < STEPS) {  // no sooner: its registers are those of the block before
+      barrier_wait(ring.full(at.slot), at.phase);
+      load(f[0], at.slot * Stages::stride, 0);
+    }
+    if ((step + ROUND) % STEPS_A_SEGMENT == 0) a.end_segment(), b.end_segment();
   }
-  wait_copies<0>();
-  __syncthreads();  // the ring becomes the results
+  sync_panel();  // the results before are read
   const int row = warp * 16 + lane / 4;
   if (lane % 4 == 0) row_tame[row] = wild[0] == 0, row_tame[row + 8] = wild[1] == 0;
-  a.store((float *)shared, row, 0);
-  b.store((float *)shared, row, A);
-  __syncthreads();
+  a.store(results, row, 0);
+  b.store(results, row, A);
+  sync_panel();
 }
 
-// rows: of PAIRS pairs; those from `count` on may repeat others.
-template <int BLOCKS, class... Arguments> __device__ __forceinline__ void row_sums_of(int count, Arguments... arguments) {
+template <int BLOCKS, class... Arguments> __device__ __forceinline__ void row_sums_of(int count, Arguments &...arguments) {
   switch ((count + 15) / 16) {
     case 1: return row_sums<16, 0, BLOCKS>(arguments...);
     case 2: return row_sums<32, 0, BLOCKS>(arguments...);
@@ -215,5 +241,45 @@ template <int BLOCKS, class... Arguments> __device__ __forceinline__ void row_su
     case 6: return row_sums<64, 32, BLOCKS>(arguments...);
     case 7: return row_sums<64, 48, BLOCKS>(arguments...);
     default: return row_sums<64, 64, BLOCKS>(arguments...);
+  }
+}
+
+// All items of a block of threads: a warpgroup copies and tells who the pairs are, two compute and finish.
+template <class Job> __device__ __forceinline__ void run(u8 *shared, const Job &job) {
+  using Of = RingOf<Job::BLOCKS>;
+  __shared__ Ring ring;
+  __shared__ Members members[2];
+  __shared__ Flags flags;
+  ring.init();
+  __syncthreads();
+  const int items = job.items(), lane = threadIdx.x % 32;
+  float *results = (float *)(shared + Of::BYTES);
+  u8 *row_tame = flags.row_tame;
+  int number = 0;  // of the block's items
+  Cursor at;
+  if (threadIdx.x >= THREADS) {
+    fewer_registers<COPY_REGISTERS>();
+#pragma unroll 1
+    for (int item = blockIdx.x; item < items; item += gridDim.x, number++) {
+      const Tile tile = job.tile(item);
+      copy_item<Job::BLOCKS>(shared, ring, at, tile, job.panel(item, tile), job.activations(item, tile));
+      barrier_wait(ring.forgotten(number), (number / 2 & 1) ^ 1);
+      job.tell(tile, members[number % 2], threadIdx.x - THREADS, COPIERS);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(ring.told(number));
+    }
+  } else {
+    more_registers<COMPUTE_REGISTERS>();
+#pragma unroll 1
+    for (int item = blockIdx.x; item < items; item += gridDim.x, number++) {
+      barrier_wait(ring.full(at.slot), at.phase);
+      const Tile tile = ring.tiles[at.slot];
+      row_sums_of<Job::BLOCKS>(tile.count, shared, results, ring, at, row_tame);
+      barrier_wait(ring.told(number), number / 2 & 1);
+      job.check(item, tile, members[number % 2], results, flags);
+      job.finish(item, tile, members[number % 2], results);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(ring.forgotten(number));
+    }
   }
 }
