@@ -17,9 +17,9 @@ ENGINE_BYTES = 3 * GIB
 
 
 def device_rows(geometry: LayerGeometry, tokens: int) -> int:
-    """Bytes of a device for the pairs of a call of `tokens`: each one's activations, intermediate values, row by slice."""
-    slices = geometry.slices if geometry.slices > 1 else 0
-    return tokens * geometry.top_k * ((1 + slices) * geometry.hidden * 4 + geometry.hidden * 2 + geometry.intermediate * 4)
+    """Bytes of a device for the pairs of a call of `tokens`: activations, intermediate values, rows by slice."""
+    rows = 1 + (geometry.slices if geometry.slices > 1 else 0)
+    return tokens * geometry.top_k * (geometry.hidden * (2 + 4 * rows) + geometry.intermediate * 4)
 
 
 @dataclass(frozen=True)
