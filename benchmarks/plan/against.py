@@ -25,12 +25,12 @@ from moetier.doctor.machine_file import read_machine
 from moetier.formats import LayerGeometry
 from moetier.plan import catalog
 from moetier.plan.costs import Costs, costs_of, engine_named
-from moetier.plan.geometry import Geometry, Parts
+from moetier.plan.geometry import Geometry, KvFormat, Parts
 from moetier.plan.hardware import GIB, Hardware, Known, hardware_of
 from moetier.plan.kv import stated
 from moetier.plan.placement import Wanted, place
-from moetier.plan.predict import Case, decode_parts
-from moetier.plan.workload import Workload
+from moetier.plan.predict import Case, chunk_seconds, decode_parts
+from moetier.plan.workload import DEFAULT, Workload
 
 STACK = LayerGeometry(4096, 2048, 256, 6)
 """As in benchmarks/hybrid/stack.py."""
@@ -84,8 +84,12 @@ def short_qwen3(layers: int) -> Geometry:
         name: size * (VOCABULARY / 151_936 if name in ("embedding", "head") else layers / whole.layers)
         for name, size in whole.parts.model_dump().items()
     }
+    share = layers / whole.layers
+    row = whole.kv.formats["bf16"].bytes_per_token * share
+    kv = {"formats": {"bf16": KvFormat(bytes_per_token=row)}, "pair_macs": round(whole.kv.pair_macs * share)}
     return whole.model_copy(
         update={
+            "kv": whole.kv.model_copy(update=kv),
             "name": f"{layers} layers of Qwen3-235B",
             "layers": layers,
             "moe_layers": layers,
@@ -96,8 +100,8 @@ def short_qwen3(layers: int) -> Geometry:
 
 def of_engine(costs: Costs, measured: dict[str, float] | None) -> Costs:
     """With what the server itself measured of a miss at its start (nanoseconds), instead of the doctor's rates."""
-    if not measured:
-        return costs
+    if not measured or not measured["cpu_expert"]:
+        return costs  # nothing can be missed
     record = short_qwen3(1).record_bytes
     found = {"cpu_call": measured["cpu_call"] / 1e9, "cpu_rate": record / measured["cpu_expert"] * 1e9}
     found |= {
@@ -115,6 +119,15 @@ def of_memory(row: dict[str, Any], geometry: Geometry, hardware: Hardware) -> Co
     return Compared(f"{row['what']}, memory", row["device_GiB"], sum(parts.values()) / GIB, "GiB", listed)
 
 
+def of_prefill(row: dict[str, Any], geometry: Geometry, hardware: Hardware, costs: Costs, slots: int) -> Compared:
+    """One prompt of CHUNK tokens in one step, which routes to every expert."""
+    wanted = Wanted(context=CHUNK, slots=slots, dram_records=geometry.experts, chunk=CHUNK)
+    even = evenly(geometry, slots, geometry.experts - slots, CHUNK)
+    case = Case(geometry, hardware, place(geometry, hardware, wanted), replace(even, name=DEFAULT))
+    predicted = CHUNK / chunk_seconds(case, of_engine(costs, row.get("costs")), CHUNK)
+    return Compared(f"{row['what']}, prefill", row["prefill_tok_s"], predicted, "tok/s")
+
+
 def under_vllm(rows: list[dict[str, Any]], hardware: Hardware, layers: int) -> Iterator[Compared]:
     geometry = short_qwen3(next((row["layers"] for row in rows if "layers" in row), layers))
     costs = costs_of(hardware, engine_named(None, hardware))
@@ -128,6 +141,7 @@ def under_vllm(rows: list[dict[str, Any]], hardware: Hardware, layers: int) -> I
         if "device_GiB" in row:
             yield of_memory(row, geometry, hardware)
         slots = row.get("slots", round(float(row["what"].partition("%")[0]) / 100 * geometry.experts))
+        yield of_prefill(row, geometry, hardware, costs, slots)
         for streams in STREAMS:
             measured, what = row[f"decode_{streams}_tok_s"], f"{row['what']}, {streams} streams"
             if slots == geometry.experts:

@@ -70,6 +70,7 @@ COMMON = {
     "expert_share": Known(0.72, 0.1, "measured: of the copy rate, our kernels beyond 13 us (docs/device-kernels.md)"),
     "expert": Known(13e-6, 0.3, "measured: what our kernels of one layer take whatever the bytes, on one H200"),
     "ops_share": Known(0.25, 0.3, "measured: 240 of 989 TFLOP/s by our prefill kernels on one H200"),
+    "dense_ops_share": Known(0.6, 0.25, "assumed: of the data sheet, by dense layers and attention of a prompt"),
     "miss": Known(
         12e-6, 0.4, "measured: a layer with one miss less its call on the CPU, on one H200: 14 us (docs/hybrid.md)"
     ),
@@ -108,6 +109,7 @@ class Costs:
     expert_share: Known
     expert: Known
     ops_share: Known
+    dense_ops_share: Known
     miss: Known
     together: Known
     read: Known

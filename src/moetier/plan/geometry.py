@@ -158,14 +158,6 @@ class Geometry(Facts):
         """All routed experts of the model itself as records."""
         return self.moe_layers * self.experts * self.record_bytes
 
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token uses, from bytes: dense ones are taken as one byte each where FP8, two where BF16.
-
-        Only arithmetic limits of long prompts come from it, so a factor of two in the dense part is harmless.
-        """
-        return self.parts.read_each_step + self.moe_layers * self.top_k * 3 * self.hidden * self.intermediate
-
 
 def parse_geometry(text: str | bytes, where: str) -> Geometry:
     """A geometry file; CheckpointError says which key is wrong."""

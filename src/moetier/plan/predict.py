@@ -164,14 +164,18 @@ def draft_parts(case: Case, costs: Costs, streams: int, draft: Draft) -> dict[st
 def chunk_parts(case: Case, costs: Costs, tokens: int, before: int = 0) -> dict[str, float]:
     """Seconds of one step with `tokens` of a prompt behind `before` others, by tier; they overlap."""
     g, p, work = case.geometry, case.placement, case.workload.prompts.bent(costs.skew.value)
-    ops = 2 * tokens * g.active_parameters + 2 * g.kv.pair_ops(tokens, before)
+    experts = tokens * g.moe_layers * g.top_k * 6 * g.hidden * g.intermediate
+    dense = tokens * g.parts.read_each_step + 2 * g.kv.pair_ops(
+        tokens, before
+    )  # a byte: half a bf16 or an fp8 at twice
     missed = work.missed(p.slots, tokens) * g.moe_layers * g.record_bytes
     cold = work.missed(p.covered, tokens) * g.moe_layers * g.record_bytes
     if case.on_cpu:
-        arithmetic = max(ops / costs.cpu_ops.value, missed / costs.dram_rate.value)
+        arithmetic = max((experts + dense) / costs.cpu_ops.value, missed / costs.dram_rate.value)
         return {"arithmetic": arithmetic, "link": 0.0, "disk": cold / costs.disk_rate.value}
     return {
-        "arithmetic": ops / (costs.gpu_ops.value * costs.ops_share.value * p.ranks),
+        "arithmetic": (experts / costs.ops_share.value + dense / costs.dense_ops_share.value)
+        / (costs.gpu_ops.value * p.ranks),
         "link": missed / min(costs.link_rate.value * p.ranks, costs.dram_rate.value),
         "disk": cold / costs.disk_rate.value,
     }
