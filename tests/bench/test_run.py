@@ -15,11 +15,11 @@ from moetier.bench import BenchError
 from moetier.bench.check import problems
 from moetier.bench.documents import Library, MachineFile, Recipe, Suite
 from moetier.bench.here import check_machine, set_folders
-from moetier.bench.probes import Coding, Decode, Prefill, Quality
+from moetier.bench.probes import Coding, Decode, Prefill, Quality, Soak
 from moetier.bench.provenance import changed_files, code_of, machine_here, model_files
-from moetier.bench.result import Result, to_text
+from moetier.bench.result import Result, Served, to_text
 from moetier.bench.run import Run
-from moetier.bench.server import Place, environment, free_port
+from moetier.bench.server import Place, checked_at_end, environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = Suite(
@@ -30,7 +30,9 @@ SMOKE = Suite(
         Prefill(lengths=(300, 100_000), repeats=1),
         Coding(max_tokens=24, repeats=1),
         Quality(tasks=("arithmetic", "nowhere"), limit=6, concurrency=3),
+        Soak(minutes=0.06, concurrency=2, every=0.4),
     ),
+    check_at_end=True,
 )
 
 
@@ -74,6 +76,27 @@ def test_a_quarter_of_the_experts_in_dram_misses_some(result: Result) -> None:
     assert reads is not None
     assert 0 < share < 1
     assert reads > 0
+
+
+def test_a_soak_ends_with_tables_and_bytes_compared(result: Result) -> None:
+    assert result.cells["end.records_right"].value == 32, "a quarter of 32 experts in each of 4 layers"
+    assert (result.cells["soak.requests"].value or 0) >= 8
+    assert (result.cells["soak.right_last_third"].value or 0) > 0.5
+    assert "soak.minutes" not in result.cells, "it was as long as it should be"
+    assert result.served.placed == {"DRAM": 32, "disk": 96, "all": 128}
+
+
+def test_an_end_without_agreement_is_no_figure_but_a_reason(tmp_path: Path) -> None:
+    recipe, place = Library(ROOT).recipe("base/h200-hybrid-43"), Place(tmp_path, tmp_path, tmp_path, 1)
+    log = "moetier: tables agree, 32 records in DRAM have the right bytes"
+    for text, found in (("", str), (log, str), (f"{log}\nmoetier: slots agree, every record", int)):
+        (tmp_path / "vllm.log").write_text(text)
+        assert isinstance(checked_at_end(recipe, place), found)
+    (tmp_path / "server.out").write_text("moetier: error: layer 1: a slot holds other bytes\n")
+    (tmp_path / "vllm.log").write_text(log)
+    assert "a slot holds other bytes" in str(checked_at_end(recipe, place))
+    (cell,) = (c for c in Served(command=(), wrong_at_end="x").cells() if c.name == "end.records_right")
+    assert (cell.value, cell.reason) == (None, "x")
 
 
 def test_it_names_the_native_code_that_ran(result: Result) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import tempfile
 import time
@@ -169,10 +170,11 @@ class Run:
 
     async def _probe(self, url: str, meter: Meter, probes: tuple[AnyProbe, ...], found: _Found, say: Say) -> None:
         async with connect(url, None, self.place.model.name) as endpoint:
-            target = Target(endpoint, Prompts(endpoint), meter, url, sets=self.sets)
+            deadline = math.inf if self.within is None else found.began + self.within
+            target = Target(endpoint, Prompts(endpoint), meter, url, sets=self.sets, deadline=deadline)
             found.before = await endpoint.counters()
             for probe in probes:
-                if self.within is not None and time.monotonic() > found.began + self.within:
+                if time.monotonic() > deadline:
                     found.failure = f"the {self.within:g} s that the run was given were over before {probe.probe}"
                     break
                 say(f"{self.recipe.id}: {probe.probe}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,10 @@ class Raw(Frozen):
 
 @dataclass(frozen=True)
 class Target:
-    """What is measured: a server, the prompts for it, the meter beside it. sets: folders of evaluation sets."""
+    """What is measured: a server, the prompts for it, the meter beside it. sets: folders of evaluation sets.
+
+    deadline: by time.monotonic(), when a probe of minutes ends although its time is not over.
+    """
 
     endpoint: Endpoint
     prompts: Prompts
@@ -42,6 +46,7 @@ class Target:
     url: str
     api_key: str | None = None
     sets: tuple[Path, ...] = ()
+    deadline: float = math.inf
 
 
 class Probe(Frozen):

@@ -99,7 +99,7 @@ class Soak(Probe):
         answers: list[Answer] = []
         footprints: list[Footprint] = []
         before, mark = await target.endpoint.counters(), target.meter.mark()
-        rounds = asyncio.create_task(self._rounds(server, items, answers))
+        rounds = asyncio.create_task(self._rounds(server, items, answers, target.deadline))
         while not rounds.done():
             footprint = target.meter.footprint()
             footprints += [footprint] if footprint else []
@@ -127,10 +127,10 @@ class Soak(Probe):
             return await target.endpoint.counters()
         return {}
 
-    async def _rounds(self, server: Server, items: list[Item | Text], answers: list[Answer]) -> None:
+    async def _rounds(self, server: Server, items: list[Item | Text], answers: list[Answer], deadline: float) -> None:
         """Append what `evaluate` answers, a batch at a time, until the time is over."""
         began, batch = time.monotonic(), 4 * self.concurrency
-        while time.monotonic() < began + 60 * self.minutes:
+        while time.monotonic() < min(began + 60 * self.minutes, deadline):
             chosen = [items[(len(answers) + n) % len(items)] for n in range(batch)]
             answers += await asyncio.to_thread(evaluate, server, chosen, self.concurrency)
             if self.per_second is not None:
@@ -157,7 +157,17 @@ class Soak(Probe):
             figure("soak.right_last_third", "share", "higher", last, reason),
             figure("soak.rss_growth", "MiB", "lower", grown, reason or short),
             figure("soak.handle_growth", "handles", "lower", handles, reason or short),
+            *self._cut_short(raw),
         ]
+
+    def _cut_short(self, raw: Raw) -> list[Cell]:
+        """How long it was, where it was not as long as it should be."""
+        if not raw.footprints:
+            return []
+        seconds = raw.footprints[-1].at - raw.footprints[0].at
+        if seconds + 2 * self.every >= 60 * self.minutes:
+            return []
+        return [figure("soak.minutes", "min", None, [seconds / 60])]
 
 
 def failures(counters: dict[str, float]) -> str | None:
