@@ -10,13 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moetier.plan import catalog
 from moetier.plan.costs import COMMON, costs_of, engine_named
 from moetier.plan.describe import describe
 from moetier.plan.geometry import Geometry, Parts
 from moetier.plan.hardware import Known, hardware_of
 from moetier.plan.kv import stated
 from moetier.plan.placement import Wanted, place
-from moetier.plan.predict import Case, decode_parts
+from moetier.plan.predict import Case, chunk_seconds, decode_parts
 from moetier.plan.workload import Workload
 
 LAYER = Geometry(
@@ -93,3 +94,38 @@ def test_the_measured_run_is_what_the_costs_say_of_cpu_and_link_together():
     together = 26.7 * LAYER.record_bytes / 3427e-6
     alone = LAYER.record_bytes / (MISS_US["dram_rate"] / 1e6)
     assert together / alone == pytest.approx(COMMON["together"].value, rel=COMMON["together"].spread)
+
+
+PREFILL_MS = {
+    (100, 8192): 80.4,
+    (100, 4096): 39.5,
+    (43, 8192): 89.4,
+    (43, 4096): 83.4,
+    (25, 8192): 108.0,
+    (25, 4096): 107.4,
+}
+"""Per cent in slots, tokens of one prompt: milliseconds of 6 layers of Qwen3-235B's sizes, 64 staging slots, a link of
+55.2 GB/s (benchmarks/hybrid/prefill.py). It is a stack of layers, without an engine, embedding and head."""
+
+
+@pytest.mark.parametrize(("share", "tokens"), PREFILL_MS)
+def test_a_prompt_through_six_layers_is_within_10_percent(share, tokens):
+    whole = catalog.bundled("qwen3-235b")
+    part = 6 / whole.layers
+    kept = {"attention": int(whole.parts.attention * part), "router": int(whole.parts.router * part)}
+    six = whole.model_copy(
+        update={
+            "layers": 6,
+            "moe_layers": 6,
+            "parts": Parts(**kept),
+            "kv": whole.kv.model_copy(update={"pair_macs": int(whole.kv.pair_macs * part)}),
+        }
+    )
+    hardware = hardware_of(describe("1xH200", "128GB", memory="123GB/s", pcie="5x16"), six.record)
+    costs = costs_of(hardware, engine_named(None, hardware)).scaled({"layer": 0.0, "step": 0.0})
+    costs = replace(costs, link_rate=Known(55.2e9, 0.05, "measured"))
+    slots = round(share / 100 * six.experts)
+    placement = place(six, hardware, Wanted(context=8192, slots=slots, dram_records=six.experts, chunk=tokens))
+    even = Workload("mixed", "every expert is routed to", np.full(six.experts, six.top_k / six.experts), tokens)
+    predicted = 1e3 * chunk_seconds(Case(six, hardware, placement, even), costs, tokens)
+    assert predicted == pytest.approx(PREFILL_MS[share, tokens], rel=0.10)
