@@ -70,7 +70,7 @@ class CudaPath:
         self.few = FewTokens(sizes, device, box_tokens)
         limit = nvrtc.shared_memory_a_block(device)
         self.panel = panel_sizes(nvrtc.architecture(device), limit)
-        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.multiprocessors = nvrtc.multiprocessors(device)
         self._load_prefill(self.panel)
         pairs = max_tokens * g.top_k
 
