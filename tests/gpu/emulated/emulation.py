@@ -73,13 +73,14 @@ class Emulation:
         main = self._folder / "main.cpp"
         parameters = "unsigned x, unsigned y, unsigned threads, size_t shared, bool together, const uint64_t *values"
         launches = [
-            f'extern "C" void launch_{name}({parameters}) '
+            f'extern "C" __attribute__((visibility("default"))) void launch_{name}({parameters}) '
             f"{{ emulated::launch({name}, {{x, y, 1}}, threads, shared, together, values); }}\n"
             for name in kernels
         ]
-        main.write_text(f'#include "cuda_on_cpu.h"\n#include "{source}"\n' + "".join(launches))
+        main.write_text(f'#include "panels_on_cpu.h"\n#include "{source}"\n' + "".join(launches))
         library = self._folder / f"library{len(self._libraries)}.so"
         command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+        command += ["-fvisibility=hidden"]  # the libraries of other macros have the same names
         defines = [f"-D{name}={value}" for name, value in macros.items()]
         include = ["-I", str(Path(__file__).parent)]
         subprocess.run([*command, "-pthread", *defines, *include, str(main), "-o", str(library)], check=True)

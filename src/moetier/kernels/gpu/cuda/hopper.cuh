@@ -13,6 +13,8 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
+// A result of wgmma that has been waited for: not read before.
+__device__ __forceinline__ void settled(float &d) { asm volatile("" : "+f"(d)::"memory"); }
 
 // d (+)= the warpgroup's 64 rows x 16 k times N pairs; without `add`, d starts from zero.
 template <int N> __device__ __forceinline__ void wgmma(float (&d)[N / 2], const u32 (&a)[4], unsigned long long b, int add);

@@ -137,7 +137,7 @@ template <int N> struct Part {
   __device__ __forceinline__ void add(const float (&scale)[2]) {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
-      asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
+      settled(d[i]);
       acc[i] = __fmaf_rn(d[i], scale[i / 2 % 2], acc[i]);  // the product is exact
     }
   }
