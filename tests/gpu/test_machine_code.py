@@ -35,9 +35,20 @@ def test_cuda_decode(gate: ModuleType, target: str) -> None:
     check(gate, list(gate.cuda_kernels(target, ("one", "one hybrid", "decode"))))
 
 
-def test_cuda_prefill_on_hopper(gate: ModuleType) -> None:
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_cuda_prefill(gate: ModuleType, target: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
-    check(gate, list(gate.cuda_kernels("sm_90a", ("prefill",))))
+    check(gate, list(gate.cuda_kernels(target, ("prefill",))))
+
+
+def test_multiplications_overlap_with_stages_of_3_blocks_too(gate: ModuleType) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
+    sizes = gate.Sizes(gate.LayerGeometry(5120, 2304, 256, 6), gate.SIZES.family)
+    macros = gate.cuda_path.prefill_macros(sizes, gate.cuda_path.WGMMA)
+    opcodes, usage = gate.disassemble(gate.nvrtc.compile_source("prefill.cu", macros, "sm_90a")[0], "down_prefill")
+    waits, products = (sum(op.startswith(kind) for op in opcodes) for kind in ("WARPGROUP.DEPBAR", "HGMMA"))
+    assert 0 < waits < products
+    assert usage["LOCAL"] == 0
 
 
 @pytest.mark.parametrize(("target", "tile"), [("sm_80", 64), ("sm_90a", 64), ("sm_100", 16), ("sm_120", 64)])
