@@ -223,6 +223,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of under_vllm's model, where its JSON does not say")
     arguments = parser.parse_args()
     hardware = hardware_of(read_machine(arguments.machine), RECORD.record)
+    if not hardware.gpus:
+        parser.error(f"{arguments.machine} has no GPU; it must be the machine that the runs were on")
     table: list[Compared] = []
     if arguments.vllm:
         table += under_vllm(json.loads(arguments.vllm.read_text()), hardware, arguments.layers)
