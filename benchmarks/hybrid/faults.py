@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cpus
 import psutil
 from engine import RESULT, Engine
 from under_vllm import GRAPHS, WORKER, prompts_of
@@ -188,7 +189,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--stop", type=float, default=30, help="seconds that a process is stopped, less than a minute")
     parser.add_argument("--load-seconds", type=float, default=12, help="of load, at least")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=cpus.threads, default=1)
     parser.add_argument("--folder", help="where models and stores are made")
     arguments = parser.parse_args()
     failed, rows, right = False, [], None

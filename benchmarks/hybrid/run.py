@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import cpus
 import torch
 
 NANO = Path(__file__).parents[2] / "models" / "nano-mxfp4"
@@ -41,11 +42,10 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=4800, help="identity: layer calls of each share of slots")
     parser.add_argument("--seconds", type=float, default=1e9, help="identity and disk: the most that a cell may take")
     parser.add_argument("--model", type=Path, default=NANO, help="disk: a checkpoint")
-    spare = max(1, (os.cpu_count() or 1) - 2)
-    parser.add_argument("--threads", type=int, default=spare, help="CPU threads that compute")
+    parser.add_argument("--threads", type=cpus.threads, default=cpus.served(), help="CPU threads that compute")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = [
-        {"what": "machine", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cpus": os.cpu_count()}
+        {"what": "machine", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cpus": cpus.granted()}
     ]
     show(rows[0])
     failed = False

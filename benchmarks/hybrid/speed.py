@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cpus
 import qwen3
 from engine import Engine
 
@@ -30,8 +30,9 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
     qwen3.write(model, arguments.layers, quantization)
     written = time.monotonic()
     build_store(model, store)
-    show({"what": "made", "write_s": written - start, "build_s": time.monotonic() - written})
-    threads = arguments.threads or max(1, (os.cpu_count() or 1) - 2)
+    threads = arguments.threads or cpus.served()
+    made = {"write_s": written - start, "build_s": time.monotonic() - written}
+    show({"what": "made", **made, "threads": threads, "cpus": cpus.granted()})
     engines = {}
     for share in SHARES:
         settings = {"store": str(store), "slots": round(share * qwen3.EXPERTS), "dram_records": "100%"}

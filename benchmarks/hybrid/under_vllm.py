@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cpus
 from engine import engine
 
 ROOT = Path(__file__).parents[2]
@@ -231,7 +232,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--graphs", default="none", help=f"{', '.join(GRAPHS)}; several for identity and batches")
     parser.add_argument("--at-once", type=int, default=1, help="engines beside each other")
-    parser.add_argument("--threads", type=int, help="CPU threads that compute, of each engine")
+    parser.add_argument("--threads", type=cpus.threads, help="CPU threads that compute, of each engine")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=300, help="soak: how long")

@@ -14,7 +14,8 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from moetier.doctor.machine_file import read_machine
+from moetier.errors import MoetierError
 from moetier.formats import LayerGeometry
 from moetier.plan import catalog
 from moetier.plan.costs import Costs, costs_of, engine_named
@@ -53,6 +55,47 @@ class Compared:
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+
+Rows = list[dict[str, Any]]
+
+
+class Incomplete(MoetierError):
+    """A file that lacks what it is compared by."""
+
+
+def read_rows(path: Path, option: str) -> Rows:
+    """What a benchmark wrote: a list of rows, each with "what"."""
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise Incomplete(f"{option} {path}: expected the JSON of a benchmark, found {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "what" in row for row in rows):
+        raise Incomplete(f"{option} {path}: expected a list of rows with 'what'; give the benchmark's own file")
+    return rows
+
+
+def row_of(rows: Rows, wanted: Callable[[dict[str, Any]], bool], option: str, what: str) -> dict[str, Any]:
+    """The first such row."""
+    for row in rows:
+        if wanted(row):
+            return row
+    found = ", ".join(row["what"] for row in rows) or "nothing"
+    raise Incomplete(f"{option}: expected {what}, found {found}. Was the run cut short? Take it again")
+
+
+def trusted(rows: Rows, cpus: int) -> Rows:
+    """Those that stand: with more threads than CPUs, only the rows in which the CPU computed nothing."""
+    threads = next((row["threads"] for row in rows if "threads" in row), 0)
+    if threads <= cpus:
+        return rows
+    kept = [row for row in rows if not row.get("cpu_us")]
+    print(
+        f"left out {len(rows) - len(kept)} rows in which the CPU computes: {threads} threads took turns on "
+        f"{cpus} CPUs; take them again with fewer (--threads)",
+        file=sys.stderr,
+    )
+    return kept
 
 
 def seconds(
@@ -128,11 +171,16 @@ def of_prefill(row: dict[str, Any], geometry: Geometry, hardware: Hardware, cost
     return Compared(f"{row['what']}, prefill", row["prefill_tok_s"], predicted, "tok/s")
 
 
-def under_vllm(rows: list[dict[str, Any]], hardware: Hardware, layers: int) -> Iterator[Compared]:
+def under_vllm(rows: Rows, hardware: Hardware, layers: int) -> Iterator[Compared]:
     geometry = short_qwen3(next((row["layers"] for row in rows if "layers" in row), layers))
     costs = costs_of(hardware, engine_named(None, hardware))
     cells = [row for row in rows if row.get("decode_1_tok_s")]
-    full = next(row for row in cells if row["what"].startswith("100%"))
+    full = row_of(
+        rows,
+        lambda row: row["what"].startswith("100%") and "decode_1_tok_s" in row,
+        "--vllm",
+        "speeds with 100% in slots",
+    )
     everything = evenly(geometry, geometry.experts, 0.0, 1)
     host = statistics.median(streams / full[f"decode_{streams}_tok_s"] for streams in STREAMS) - costs.step.value
     yield Compared("the host's time of a step", host * 1e6, costs.host.value * 1e6, "us", "profile")
@@ -171,7 +219,7 @@ def drawn(exponent: float = 1.0) -> np.ndarray:
     return np.sort(np.bincount(picked.ravel(), minlength=STACK.experts) / DRAWS)[::-1].copy()
 
 
-def layer_costs(hardware: Hardware, machine: dict[str, Any], rows: list[dict[str, Any]], doctors: bool) -> Costs:
+def layer_costs(hardware: Hardware, machine: dict[str, Any], rows: Rows, doctors: bool) -> Costs:
     """No engine; rates of a miss by the doctor, or those that the plans were made from."""
     costs = costs_of(hardware, engine_named(None, hardware)).scaled({"layer": 0.0, "step": 0.0, "host": 0.0})
     if doctors:
@@ -190,8 +238,8 @@ RECORD = Geometry(
 )  # fmt: skip
 
 
-def without_engine(rows: list[dict[str, Any]], hardware: Hardware) -> Iterator[Compared]:
-    machine = next(row for row in rows if "dram_GB_s" in row)
+def without_engine(rows: Rows, hardware: Hardware) -> Iterator[Compared]:
+    machine = row_of(rows, lambda row: "dram_GB_s" in row, "--stack", "the row with rates of part `stack`")
     zipf = Workload("zipf", "as drawn", drawn(), 1)
     for doctors, whose in ((True, "doctor's rates"), (False, "server's rates")):
         costs = layer_costs(hardware, machine, rows, doctors)
@@ -215,6 +263,21 @@ def without_engine(rows: list[dict[str, Any]], hardware: Hardware) -> Iterator[C
             yield Compared(f"layer, {what}", row["us"], took * 1e6, "us", f"{note}; {whose}")
 
 
+def compared(arguments: argparse.Namespace) -> list[Compared]:
+    """Of the files named on the command line; MoetierError where one is not what it must be."""
+    machine = read_machine(arguments.machine)
+    hardware = hardware_of(machine, RECORD.record)
+    if not hardware.gpus:
+        raise Incomplete(f"{arguments.machine} has no GPU; it must be the machine that the runs were on")
+    table: list[Compared] = []
+    if arguments.vllm:
+        table += under_vllm(read_rows(arguments.vllm, "--vllm"), hardware, arguments.layers)
+    if arguments.stack:
+        rows = trusted(read_rows(arguments.stack, "--stack"), machine.cpu.threads)
+        table += without_engine(rows, hardware)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", type=Path, required=True)
@@ -222,14 +285,12 @@ def main() -> None:
     parser.add_argument("--stack", type=Path)
     parser.add_argument("--layers", type=int, default=6, help="of under_vllm's model, where its JSON does not say")
     arguments = parser.parse_args()
-    hardware = hardware_of(read_machine(arguments.machine), RECORD.record)
-    if not hardware.gpus:
-        parser.error(f"{arguments.machine} has no GPU; it must be the machine that the runs were on")
-    table: list[Compared] = []
-    if arguments.vllm:
-        table += under_vllm(json.loads(arguments.vllm.read_text()), hardware, arguments.layers)
-    if arguments.stack:
-        table += without_engine(json.loads(arguments.stack.read_text()), hardware)
+    if not (arguments.vllm or arguments.stack):
+        parser.error("nothing to compare: give --vllm, --stack or both")
+    try:
+        table = compared(arguments)
+    except (MoetierError, OSError) as error:
+        parser.error(str(error))
     for row in table:
         figures = f"measured {row.measured:8.1f}  predicted {row.predicted:8.1f} {row.unit:5} {row.error:+5.0%}"
         print(f"{row.what:36} {figures}  {row.note}")

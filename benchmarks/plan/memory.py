@@ -25,7 +25,7 @@ from moetier.plan.hardware import GIB
 from moetier.plan.serving import Given, plan_serving
 from moetier.serve.launcher import runs_on_cpu
 
-START_SECONDS, POLL = 240, 0.5
+START_SECONDS, END_SECONDS, POLL = 240, 60, 0.5
 
 
 def device_used() -> int:
@@ -52,10 +52,10 @@ def ask(url: str, name: str, words: int) -> None:
     urllib.request.urlopen(request, timeout=120).read()
 
 
-def wait(url: str, process: subprocess.Popen[bytes]) -> float:
-    """Seconds until the server answers; SystemExit where it ends or takes too long."""
+def wait(url: str, process: subprocess.Popen[bytes], most: float) -> float:
+    """Seconds until the server answers; SystemExit where it ends or takes longer than `most`."""
     start = time.monotonic()
-    while time.monotonic() - start < START_SECONDS:
+    while time.monotonic() - start < most:
         if process.poll() is not None:
             sys.exit(f"moetier serve ended with {process.returncode}")
         try:
@@ -64,7 +64,19 @@ def wait(url: str, process: subprocess.Popen[bytes]) -> float:
             time.sleep(POLL)
             continue
         return time.monotonic() - start
-    sys.exit(f"no answer in {START_SECONDS} s")
+    sys.exit(f"the server was not ready after {most:.0f} s, so nothing was measured; give it longer (--start-seconds)")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does; killed where it does not end by that."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"the server had not ended {END_SECONDS} s after SIGINT: killed", file=sys.stderr)
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            one.kill()
+        process.wait()
 
 
 def main() -> None:
@@ -72,6 +84,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--store", type=Path)
     parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--start-seconds", type=float, default=START_SECONDS, help="how long the server may take")
     arguments = parser.parse_args()
     plan = plan_serving(arguments.model, Given(), not runs_on_cpu()).plan
     before, url = device_used(), f"http://127.0.0.1:{arguments.port}"
@@ -81,13 +94,12 @@ def main() -> None:
         log = Path(folder) / "log"
         process = subprocess.Popen([*command, "--build-store", "--port", str(arguments.port), "--log-file", str(log)])
         try:
-            took = wait(url, process)
+            took = wait(url, process, arguments.start_seconds)
             for words in (min(2000, plan.placement.wanted.context // 2), 8):
                 ask(url, arguments.model.resolve().name, words)
             device, host = device_used() - before, host_used(process)
         finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+            end(process)
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
             wanted = ("memory", "KV cache", "raph captur")
             print("\n".join(line[-200:] for line in lines if any(word in line for word in wanted)))
@@ -105,4 +117,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM before anything was measured"))
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted before anything was measured")
