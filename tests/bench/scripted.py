@@ -94,6 +94,8 @@ class _Server:
         prompt += self.script.extra_prompt_tokens
         self.counted["prompt"] += prompt
         self.counted["hits"] += self.script.cached
+        if not body.get("stream"):
+            return _answer(writer, json.dumps(_whole(prompt)))
         self.running += 1
         try:
             if self.script.serial:
@@ -151,6 +153,14 @@ class _Server:
 
 def _usage(prompt: int, sent: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sent, "total_tokens": prompt + sent}
+
+
+def _whole(prompt: int) -> dict[str, Any]:
+    """An answer that is not streamed."""
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "x"}}
+    return {"id": "1", "object": "chat.completion", "created": 1, "model": "scripted", "choices": [choice]} | {
+        "usage": _usage(prompt, 1)
+    }
 
 
 def _chunk(

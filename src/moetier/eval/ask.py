@@ -34,17 +34,20 @@ class Server:
     max_tokens: int = 256
     timeout: float = 600.0
     """Seconds for one answer."""
+    retries: int = 2
+    """How often a request that failed is sent again; 0 where failures are what is measured."""
 
 
 @contextmanager
-def client(url: str, api_key: str | None, timeout: float) -> Iterator[OpenAI]:
+def client(url: str, api_key: str | None, timeout: float, retries: int = 2) -> Iterator[OpenAI]:
     """A client of the `openai` package; whatever goes wrong with the server is an EvalError."""
     try:
         import openai
     except ImportError:
         raise EvalError("`moetier eval` asks with the openai package; pip install 'moetier[eval]'") from None
     try:
-        with openai.OpenAI(base_url=url, api_key=api_key or "none", timeout=timeout) as connected:
+        key = api_key or "none"
+        with openai.OpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries) as connected:
             yield connected
     except openai.APIStatusError as error:
         raise EvalError(f"{url} answered with status {error.status_code}: {error.message}") from error
@@ -68,7 +71,10 @@ def evaluate(
     progress: Callable[[Item | Text], None] = lambda _: None,
 ) -> list[Result]:
     """Ask every item, `concurrency` at a time. Results are in the order of the items."""
-    with client(server.url, server.api_key, server.timeout) as connected, ThreadPoolExecutor(concurrency) as pool:
+    with (
+        client(server.url, server.api_key, server.timeout, server.retries) as connected,
+        ThreadPoolExecutor(concurrency) as pool,
+    ):
 
         def ask_one(item: Item | Text) -> Result:
             result = _unless_too_long(connected, server, item)

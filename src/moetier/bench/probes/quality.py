@@ -40,7 +40,7 @@ class Quality(Probe):
     async def measure(self, target: Target) -> Raw:
         """What answered is not kept, only whether it was right and how long it was."""
         items, skipped = _load(target.sets, self.tasks, self.limit)
-        server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens)
+        server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens, retries=0)
         # One text at a time: the server's logits of a whole text take far more memory than those of an answer.
         texts = [item for item in items if isinstance(item, Text)]
         asked = [item for item in items if isinstance(item, Item)]
@@ -95,7 +95,7 @@ class Soak(Probe):
         items, skipped = _load(target.sets, self.tasks, None)
         if not items:
             return Raw(skipped={"soak": "; ".join(skipped.values())})
-        server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens)
+        server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens, retries=0)
         answers: list[Answer] = []
         footprints: list[Footprint] = []
         before, mark = await target.endpoint.counters(), target.meter.mark()
