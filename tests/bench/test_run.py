@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,10 +19,13 @@ from moetier.bench.check import problems
 from moetier.bench.documents import Library, MachineFile, Recipe, Suite
 from moetier.bench.here import check_machine, set_folders
 from moetier.bench.probes import Coding, Decode, Prefill, Quality, Soak
-from moetier.bench.provenance import changed_files, code_of, machine_here, model_files
+from moetier.bench.provenance import ModelFiles, changed_files, code_of, machine_here, model_files
 from moetier.bench.result import Result, Served, to_text
 from moetier.bench.run import Run
 from moetier.bench.server import Place, checked_at_end, environment, free_port
+from moetier.bench.server import Served as Started
+from tests.bench.made import IDENTITY, recipe
+from tests.bench.scripted import Script, scripted
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = Suite(
@@ -89,9 +95,13 @@ def test_a_soak_ends_with_tables_and_bytes_compared(result: Result) -> None:
 def test_an_end_without_agreement_is_no_figure_but_a_reason(tmp_path: Path) -> None:
     recipe, place = Library(ROOT).recipe("base/h200-hybrid-43"), Place(tmp_path, tmp_path, tmp_path, 1)
     log = "moetier: tables agree, 32 records in DRAM have the right bytes"
-    for text, found in (("", str), (log, str), (f"{log}\nmoetier: slots agree, every record", int)):
+    said = {"model": "m", "layers": 7, "experts": 64, "tiers": [{"tier": "device slots", "records": 196}]}
+    (tmp_path / "server.out").write_text(json.dumps(said) + "\n")
+    for text in ("", log):
         (tmp_path / "vllm.log").write_text(text)
-        assert isinstance(checked_at_end(recipe, place), found)
+        assert "were not found to agree" in str(checked_at_end(recipe, place))
+    (tmp_path / "vllm.log").write_text(f"{log}\nmoetier: slots agree, every record")
+    assert checked_at_end(recipe, place) == 32 + 196
     (tmp_path / "server.out").write_text("moetier: error: layer 1: a slot holds other bytes\n")
     (tmp_path / "vllm.log").write_text(log)
     assert "a slot holds other bytes" in str(checked_at_end(recipe, place))
@@ -109,6 +119,28 @@ def test_no_folder_of_this_machine_is_in_it(result: Result) -> None:
     text = json.dumps({k: v for k, v in json.loads(to_text(result)).items() if k != "code"})
     for folder in (str(ROOT), str(Path.home()) + "/", sys.prefix, "/tmp/"):
         assert folder not in text
+
+
+def test_the_time_of_the_probes_begins_when_the_server_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def slow_start(*_: object) -> Iterator[Started]:
+        with scripted(Script(first=0.02, gap=0.005)) as url:
+            time.sleep(1.1)
+            yield Started(url, psutil.Process(), 1.1)
+
+    monkeypatch.setattr("moetier.bench.run.serving", slow_start)
+    monkeypatch.setattr("moetier.bench.run.IDLE_SECONDS", 0.1)
+    model = tmp_path / "scripted"
+    probes = (Decode(levels=(1,), repeats=2, seconds=0.5), Coding(max_tokens=16, repeats=1))
+    suite = Suite(id="two", summary="for tests", probes=probes)
+    machine = MachineFile.model_validate(machine_here("here", "where the tests run"))
+    files, place = ModelFiles(identity=IDENTITY, bytes=1, files={}), Place(model, tmp_path, tmp_path, 1)
+    result = Run(ROOT, recipe(), suite, machine, code_of(ROOT), files, place, (), within=1.0).measure(print)
+    assert result.status == "partial"
+    assert result.failure == "the 1 s that the probes were given were over before coding"
+    assert result.cells["decode.C1"].value, result.cells["decode.C1"].reason
 
 
 def test_a_server_that_does_not_come_up_is_a_failed_result(tmp_path: Path) -> None:

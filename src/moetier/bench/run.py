@@ -60,7 +60,6 @@ Say = Callable[[str], None]
 class _Found:
     """What a run has gathered so far."""
 
-    began: float = field(default_factory=time.monotonic)
     starts: list[float] = field(default_factory=list)
     served: Served | None = None
     sections: list[Section] = field(default_factory=list)
@@ -72,7 +71,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be run, all of it checked. sets: folders of evaluation sets."""
+    """What is to be run, all of it checked. sets: folders of evaluation sets; within: seconds for the probes."""
 
     root: Path
     recipe: Recipe
@@ -170,12 +169,12 @@ class Run:
 
     async def _probe(self, url: str, meter: Meter, probes: tuple[AnyProbe, ...], found: _Found, say: Say) -> None:
         async with connect(url, None, self.place.model.name) as endpoint:
-            deadline = math.inf if self.within is None else found.began + self.within
+            deadline = math.inf if self.within is None else time.monotonic() + self.within
             target = Target(endpoint, Prompts(endpoint), meter, url, sets=self.sets, deadline=deadline)
             found.before = await endpoint.counters()
             for probe in probes:
                 if time.monotonic() > deadline:
-                    found.failure = f"the {self.within:g} s that the run was given were over before {probe.probe}"
+                    found.failure = f"the {self.within:g} s that the probes were given were over before {probe.probe}"
                     break
                 say(f"{self.recipe.id}: {probe.probe}")
                 began = time.monotonic()
@@ -205,7 +204,8 @@ def run_recipe(
 ) -> tuple[Path, Result]:
     """Run a recipe and write its result below `out`; BenchError for what cannot become a valid result.
 
-    commit: of a copy without git. within: seconds after which no further probe begins.
+    commit: of a copy without git. within: seconds, from when the server is ready, after which no
+    further probe begins: what a start takes differs too much from one to the next to decide what is measured.
     """
     if recipe.status == "plan":
         raise BenchError(f"{recipe.id} is a plan: pin its revision, name its identity and set its status to run first")

@@ -165,11 +165,13 @@ def placed(place: Place) -> dict[str, int]:
 
 
 def checked_at_end(recipe: Recipe, place: Place) -> int | str:
-    """Records of DRAM that had the right bytes when the server ended, or what it says went wrong."""
+    """Records of DRAM and slots that had the right bytes when the server ended, or what it says went wrong."""
     log = _said(place, "vllm.log") + _said(place, "server.out")
     found = re.findall(r"moetier: tables agree, (\d+) records in DRAM", log)
     slots = not recipe.serve.settings.get("slots") or "moetier: slots agree" in log
-    return sum(map(int, found)) if found and slots else f"the tables were not found to agree: {log_end(place)}"
+    if not found or not slots:
+        return f"the tables were not found to agree: {log_end(place)}"
+    return sum(map(int, found)) + placed(place).get("device slots", 0)
 
 
 def _said(place: Place, name: str) -> str:

@@ -32,7 +32,8 @@ def run(
         str | None, typer.Option(help="The commit that this copy without git is of; its files' hashes go along.")
     ] = None,
     within: Annotated[
-        float | None, typer.Option(min=1, help="Seconds after which no further probe begins: the result is partial.")
+        float | None,
+        typer.Option(min=1, help="Seconds, from when the server is ready, after which no probe begins (partial)."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results (default: results/ of the checkout).")] = None,
     root: Root = HERE,
