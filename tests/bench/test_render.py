@@ -10,9 +10,21 @@ import pytest
 
 from moetier.bench import BenchError
 from moetier.bench.page import page
-from moetier.bench.render import BEGIN, END, drift, outputs, with_block, write
-from moetier.bench.result import write_result
-from tests.bench.made import checkout, commit_all, made
+from moetier.bench.render import (
+    BEGIN,
+    CROWDED_MARK,
+    END,
+    drift,
+    marks,
+    outputs,
+    readme_lines,
+    why_empty,
+    with_block,
+    write,
+)
+from moetier.bench.result import Load, Served, write_result
+from moetier.bench.samples import Cell
+from tests.bench.made import checkout, commit_all, made, sections
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -105,6 +117,32 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert cell.reason is None or cell.reason in text
     assert "<svg" in text
     assert text.count("://") == text.count("http://www.w3.org/2000/svg")  # nothing is fetched
+
+
+def test_a_partial_result_says_what_it_lacks_and_stands_last_in_the_readme() -> None:
+    cut = made("tiny/a").model_copy(
+        update={"status": "partial", "failure": "time was over", "sections": sections(0.005)[:1]}
+    )
+    lines = list(readme_lines([cut, made("tiny/b")]))
+    assert "as tiny/b" in lines[2]
+    assert "as tiny/a (partial)" in lines[3]
+    assert "(partial) Suite small: time was over; not run: prefill, coding." in lines
+
+
+def test_on_a_machine_that_others_use_energy_is_no_figure() -> None:
+    result = made("tiny/a")
+    cell = Cell(name="decode.C1.energy", unit="J/token", value=2.0, low=2.0, high=2.0, samples=(2.0,))
+    for load, crowded in ((1.9, False), (2.1, True)):
+        after = (0.0, load * len(result.machine.cpu.allowed), 0.0)
+        loaded = result.model_copy(update={"load": Load(before=(0.0,), after=after)})
+        assert ("of a whole device" in str(why_empty(cell, loaded))) == crowded
+        assert (CROWDED_MARK in marks(loaded)) == crowded
+
+
+def test_no_record_counted_at_the_end_is_no_figure() -> None:
+    for count, shown in ((0, False), (32, True)):
+        (cell,) = (c for c in Served(command=(), right_at_end=count).cells() if c.name == "end.records_right")
+        assert (why_empty(cell, made("tiny/a")) is None) == shown
 
 
 def test_a_page_escapes_what_others_wrote() -> None:

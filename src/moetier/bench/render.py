@@ -15,11 +15,15 @@ from moetier.bench.samples import Cell
 
 BEGIN = "<!-- results: written by `moetier bench render` -->"
 END = "<!-- end of results -->"
+OF_DEVICES = ("J/token", "W")
+"""Units that count whole devices, by whomever they are used."""
 WIDE = 0.10
 """Half ranges above this part of the median are shown."""
 DISTURBED = 0.25
 """CPUs of others during a trial that are worth a mark."""
-DISTURBED_MARK, IMPORTED_MARK, BUSY_MARK, NONE = "†", "‡", "§", "–"
+CROWDED = 2.0
+"""Load of the machine, in parts of a run's CPUs, that the run itself does not make."""
+DISTURBED_MARK, IMPORTED_MARK, BUSY_MARK, CROWDED_MARK, NONE = "†", "‡", "§", "¶", "–"
 
 
 def outputs(root: Path, folder: Path) -> dict[Path, str]:
@@ -100,13 +104,17 @@ def grouped(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
 
 
 def readme_lines(results: Sequence[Result]) -> Iterator[str]:
-    """One row a result: the figures that people ask for first. A result without them, such as a soak's, has none."""
-    yield "| machine | what | tok/s, 1 stream | tok/s, most streams | TTFT, longest prompt | right answers |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    results = [result for result in results if any(name.startswith("decode.C") for name in result.cells)]
+    """One row a result, whole ones first: the figures that people ask for first. A soak, which has none, has no row."""
+    found = [result for result in results if any(name.startswith("decode.C") for name in result.cells)]
+    results = sorted(found, key=lambda result: result.status != "ok")
+    joules = any(shown(joule, result) != NONE for result in results for joule in _decode(result, "J/token"))
+    head = ["machine", "what", "tok/s, 1 stream", "tok/s, most streams", "TTFT, longest prompt", "right answers"]
+    head += ["J/token, most streams"] if joules else []
+    yield f"| {' | '.join(head)} |"
+    yield f"|{' --- |' * len(head)}"
     for result in results:
         cells = list(result.cells.values())
-        decode = [c for c in cells if c.unit == "tok/s" and c.name.startswith("decode.C")]
+        decode, energy = _decode(result, "tok/s"), _decode(result, "J/token")
         ttft = [c for c in cells if c.name.startswith("ttft.") and c.value is not None]
         row = [
             said(result.machine.summary),
@@ -115,9 +123,15 @@ def readme_lines(results: Sequence[Result]) -> Iterator[str]:
             f"{shown(decode[-1], result)} at {decode[-1].name.removeprefix('decode.C')}" if decode else NONE,
             f"{shown(ttft[-1], result)} s ({ttft[-1].name.removeprefix('ttft.')} tokens)" if ttft else NONE,
             right(result),
+            *([shown(energy[-1], result) if energy else NONE] if joules else []),
         ]
         yield f"| {' | '.join(row)} |"
     yield from footnotes(results)
+
+
+def _decode(result: Result, unit: str) -> list[Cell]:
+    """Cells of sustained decode, by the number of streams."""
+    return [cell for name, cell in result.cells.items() if name.startswith("decode.C") and cell.unit == unit]
 
 
 def right(result: Result) -> str:
@@ -129,12 +143,21 @@ def right(result: Result) -> str:
 
 def shown(cell: Cell, result: Result) -> str:
     """A figure as a table shows it: the median, its range where that is wide, marks."""
-    if cell.value is None or cell.low is None or cell.high is None:
+    if cell.value is None or cell.low is None or cell.high is None or why_empty(cell, result) is not None:
         return NONE
     text = f"**{number(cell.value)}**"
     if cell.value and (cell.high - cell.low) / 2 > WIDE * abs(cell.value):
         text += f" ({number(cell.low)} to {number(cell.high)})"
     return text + (DISTURBED_MARK if disturbed(cell, result) else "")
+
+
+def why_empty(cell: Cell, result: Result) -> str | None:
+    """Why a table does not show a cell: it has no figure, or one that means nothing to who reads it."""
+    if cell.reason is None and cell.unit in OF_DEVICES and crowded(result):
+        return "others used the machine too, and the counter is of a whole device"
+    if cell.name == "end.records_right" and cell.value == 0:
+        return "the tables and slots agreed, but no record was counted"
+    return cell.reason
 
 
 def said(text: str) -> str:
@@ -164,7 +187,13 @@ def marks(result: Result) -> str:
     """What to know of a whole result."""
     found = f" {IMPORTED_MARK}" if imported(result) else ""
     found += " (partial)" if result.status == "partial" else ""
-    return found + (f" {BUSY_MARK}" if busy(result) else "")
+    found += f" {BUSY_MARK}" if busy(result) else ""
+    return found + (f" {CROWDED_MARK}" if crowded(result) else "")
+
+
+def crowded(result: Result) -> bool:
+    """Whether the machine had more work, in the five minutes before the run's end, than the run's CPUs could hold."""
+    return len(result.load.after) > 1 and result.load.after[1] > CROWDED * len(result.machine.cpu.allowed)
 
 
 def busy(result: Result) -> bool:
@@ -181,6 +210,12 @@ def others(result: Result) -> float | None:
     return sum((t.foreign_cpus or 0.0) * t.seconds for t in trials) / seconds if seconds else None
 
 
+def _left_out(result: Result) -> str:
+    """What a partial result lacks, and why."""
+    probes = ", ".join(probe.probe for probe in result.suite.probes[len(result.sections) :])
+    return f"Suite {result.suite.id}: {result.failure}; not run: {probes or 'none'}"
+
+
 def footnotes(results: Sequence[Result]) -> Iterator[str]:
     """The marks that occur, explained."""
     yield ""
@@ -192,6 +227,11 @@ def footnotes(results: Sequence[Result]) -> Iterator[str]:
         yield f"Energy and power are those of {said(', '.join(energy))}, all of it."
     if any(busy(result) for result in results):
         yield f"{BUSY_MARK} Other processes used more than {DISTURBED:g} CPUs during the run: it can do better."
+    if any(crowded(result) for result in results):
+        yield f"{CROWDED_MARK} The machine's load was above {CROWDED:g} times the run's CPUs: others used it too."
+    yield from dict.fromkeys(
+        f"(partial) {said(_left_out(result))}." for result in results if result.status == "partial"
+    )
     if any(imported(result) for result in results):
         yield f"{IMPORTED_MARK} Measured by someone else with `moetier prove`; checked, not repeated by us."
 
@@ -226,10 +266,10 @@ def table(group: Sequence[Result]) -> Iterator[str]:
     yield f"| --- | --- |{' --- |' * len(group)}"
     for name in names:
         cells = [result.cells.get(name) for result in group]
-        if all(cell is None or cell.value is None for cell in cells):
+        values = [NONE if cell is None else shown(cell, result) for cell, result in zip(cells, group, strict=True)]
+        if set(values) == {NONE}:
             continue
         unit = next(cell.unit for cell in cells if cell is not None)
-        values = [NONE if cell is None else shown(cell, result) for cell, result in zip(cells, group, strict=True)]
         yield f"| {said(name)} | {unit} | {' | '.join(values)} |"
 
 
@@ -238,8 +278,9 @@ def reasons(group: Sequence[Result]) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for result in group:
         for name, cell in result.cells.items():
-            if cell.reason is not None:
-                found.setdefault(f"{result.recipe.id}: {cell.reason}", []).append(name)
+            reason = why_empty(cell, result)
+            if reason is not None:
+                found.setdefault(f"{result.recipe.id}: {reason}", []).append(name)
     if found:
         yield ""
         yield "Empty cells:"
