@@ -121,7 +121,7 @@ def _team(sizes: Sizes) -> int:
 
 
 def one_sizes(sizes: Sizes, device: OneDevice) -> OneSizes | None:
-    """What is fastest of what fits the device (measured on one H200); None where nothing does."""
+    """The fastest of what fits the device, or within 2 % of it (measured on one H200); None where nothing does."""
     g = sizes.geometry
     teams = -(-g.top_k * g.intermediate // BLOCK // device.multiprocessors)  # with something to do at a time
     # Older devices cannot launch early; for newer ones than Hopper the compiler needs more than 80 registers a thread.
