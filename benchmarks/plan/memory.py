@@ -21,9 +21,10 @@ from pathlib import Path
 
 import psutil
 
+from moetier.errors import MoetierError
 from moetier.plan.hardware import GIB
 from moetier.plan.serving import Given, plan_serving
-from moetier.serve.launcher import runs_on_cpu
+from moetier.serve.launcher import check_port, runs_on_cpu
 
 START_SECONDS, END_SECONDS, POLL = 240, 60, 0.5
 
@@ -86,7 +87,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--start-seconds", type=float, default=START_SECONDS, help="how long the server may take")
     arguments = parser.parse_args()
-    plan = plan_serving(arguments.model, Given(), not runs_on_cpu()).plan
+    try:
+        check_port("127.0.0.1", arguments.port)  # another server would answer in its place
+        plan = plan_serving(arguments.model, Given(), not runs_on_cpu()).plan
+    except MoetierError as error:
+        parser.error(str(error))
     before, url = device_used(), f"http://127.0.0.1:{arguments.port}"
     with tempfile.TemporaryDirectory() as folder:
         store = arguments.store or Path(folder) / "store"
