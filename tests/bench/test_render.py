@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moetier.bench import BenchError
+from moetier.bench.compare import compare
 from moetier.bench.page import page
 from moetier.bench.render import (
     BEGIN,
@@ -131,12 +132,16 @@ def test_a_partial_result_says_what_it_lacks_and_stands_last_in_the_readme() -> 
 
 def test_on_a_machine_that_others_use_energy_is_no_figure() -> None:
     result = made("tiny/a")
-    cell = Cell(name="decode.C1.energy", unit="J/token", value=2.0, low=2.0, high=2.0, samples=(2.0,))
+    cell = Cell(name="decode.C1.energy", unit="J/token", better="lower", value=2.0, low=2.0, high=2.0, samples=(2.0,))
     for load, crowded in ((1.9, False), (2.1, True)):
         after = (0.0, load * len(result.machine.cpu.allowed), 0.0)
         loaded = result.model_copy(update={"load": Load(before=(0.0,), after=after)})
         assert ("of a whole device" in str(why_empty(cell, loaded))) == crowded
         assert (CROWDED_MARK in marks(loaded)) == crowded
+        one = loaded.model_copy(update={"boot": (cell,), "sections": ()})
+        assert ("of a whole device" in page(one)) == crowded
+        (line,) = compare(one, one, parts=("speed",)).lines
+        assert ("B has none: others used the machine too" in line.text) == crowded
 
 
 def test_no_record_counted_at_the_end_is_no_figure() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from moetier.bench.render import why_empty
 from moetier.bench.result import Result
 from moetier.bench.samples import Cell
 from moetier.eval import compare as paired
@@ -157,7 +158,9 @@ def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
             continue
         if one.value is None and other.value is None:
             continue
-        yield speed(one, other, gate)
+        sides = (("A", why_empty(one, a)), ("B", why_empty(other, b)))
+        empty = "; ".join(f"{side} has none: {why}" for side, why in sides if why is not None)
+        yield Line(name, Verdict.UNPROVEN, empty) if empty else speed(one, other, gate)
 
 
 def speed(a: Cell, b: Cell, gate: float) -> Line:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from moetier.bench.plots import plots_of
-from moetier.bench.render import number
+from moetier.bench.render import number, why_empty
 from moetier.bench.result import Result, Section
 from moetier.bench.samples import Cell
 
@@ -49,9 +49,9 @@ def _body(result: Result) -> Iterator[str]:
     for name, svg in plots_of([result]).items():
         yield f'<figure id="{escape(name)}">{svg}</figure>'
     yield "<h2>Start and footprint</h2>"
-    yield from _cells(result.boot)
+    yield from _cells(result.boot, result)
     for section in result.sections:
-        yield from _section(section)
+        yield from _section(section, result)
     yield from _about(result)
 
 
@@ -72,12 +72,13 @@ def _tile(cell: Cell, label: str) -> str:
     return f'<div class="tile"><b>{number(cell.value or 0)} {escape(cell.unit)}</b>{escape(label)}</div>'
 
 
-def _cells(cells: tuple[Cell, ...]) -> Iterator[str]:
+def _cells(cells: tuple[Cell, ...], result: Result) -> Iterator[str]:
     numbers = "".join(f'<th class="n">{head}</th>' for head in ("median", "range", "samples"))
     yield f"<table><tr><th>cell</th>{numbers}<th>unit</th></tr>"
     for cell in cells:
-        if cell.value is None or cell.low is None or cell.high is None:
-            why = f'<td class="why" colspan="4">none: {escape(cell.reason or "")}</td>'
+        reason = why_empty(cell, result)
+        if reason is not None or cell.value is None or cell.low is None or cell.high is None:
+            why = f'<td class="why" colspan="4">none: {escape(reason or "")}</td>'
             yield f"<tr><td>{escape(cell.name)}</td>{why}</tr>"
             continue
         spread = f"{number(cell.low)} to {number(cell.high)}" if len(cell.samples) > 1 else ""
@@ -88,11 +89,11 @@ def _cells(cells: tuple[Cell, ...]) -> Iterator[str]:
     yield "</table>"
 
 
-def _section(section: Section) -> Iterator[str]:
+def _section(section: Section, result: Result) -> Iterator[str]:
     yield f"<h2>{escape(section.probe.probe)}</h2>"
     options = ", ".join(f"{k} {v}" for k, v in section.probe.model_dump(mode="json").items() if k != "probe")
     yield f"<p>{escape(options)}; took {section.seconds:g} s</p>"
-    yield from _cells(section.cells)
+    yield from _cells(section.cells, result)
     busy = [trial.foreign_cpus for trial in section.raw.trials if trial.foreign_cpus is not None]
     if busy:
         yield f"<p>Others used {min(busy):.2f} to {max(busy):.2f} CPUs during its {len(busy)} trials.</p>"
