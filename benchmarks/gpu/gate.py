@@ -72,7 +72,7 @@ def cuda_kernels(target: str, sources: tuple[str, ...] = SOURCES) -> Iterator[Co
         shared: dict[str, int] = {}
         tokens = HYBRID_TOKENS if source.endswith("hybrid") else 0
         if source.startswith("one"):
-            device = cuda_decode.OneDevice(target, MULTIPROCESSORS[target], SHARED_A_BLOCK[target] * 1024)
+            device = cuda_decode.OneDevice(MULTIPROCESSORS[target], SHARED_A_BLOCK[target] * 1024)
             one = cuda_decode.one_sizes(SIZES, device)
             assert one
             cubin, ptx = nvrtc.compile_source("one.cu", one.macros(SIZES, tokens), target)

@@ -69,36 +69,31 @@ def _route(call: Call) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class OneSizes:
-    """Sizes of one.cuh: warps of a block, blocks of a chain in a stage at most, stages of a warp's ring.
-
-    resident: blocks that a multiprocessor can hold: with two, the next launch's wait there while these still run.
-    """
+    """Sizes of one.cuh: warps of a block, blocks of a chain in a stage at most, stages of a warp's ring."""
 
     warps: int
     stage_blocks: int
     depth: int
-    resident: int
     shared_bytes: int
 
     def macros(self, sizes: Sizes, box_tokens: int = 0) -> dict[str, str | int]:
         ring = {"ONE_WARPS": self.warps, "ONE_BLOCKS": self.stage_blocks, "ONE_DEPTH": self.depth}
-        return sizes.macros(box_tokens) | ring | {"ONE_RESIDENT": self.resident}
+        return sizes.macros(box_tokens) | ring
 
 
 @dataclass(frozen=True)
 class OneDevice:
     """What one.cu's sizes depend on."""
 
-    arch: str
     multiprocessors: int
     shared_bytes_a_block: int
 
     @classmethod
     def of(cls, device: torch.device) -> OneDevice:
-        return cls(nvrtc.architecture(device), nvrtc.multiprocessors(device), nvrtc.shared_memory_a_block(device))
+        return cls(nvrtc.multiprocessors(device), nvrtc.shared_memory_a_block(device))
 
 
-def one_ring(sizes: Sizes, device: OneDevice, warps: int, stage_blocks: int, resident: int) -> OneSizes:
+def one_ring(sizes: Sizes, device: OneDevice, warps: int, stage_blocks: int) -> OneSizes:
     """The deepest ring that fits; its depth may be less than the two that one.cu needs."""
     g = sizes.geometry
     up_blocks, down_blocks = g.hidden // BLOCK, g.slice_intermediate // BLOCK
@@ -110,9 +105,8 @@ def one_ring(sizes: Sizes, device: OneDevice, warps: int, stage_blocks: int, res
     rest = activations + exponents + max(warps // _team(sizes) * 4 * up * 64, items * down_chains * 64)
     stage = max(largest_divisor(up_chain, stage_blocks), largest_divisor(down_chain, stage_blocks)) * 8 * 272
     fixed = 2048 + 4 * g.experts  # more than the kernel's own static shared memory
-    shared = (device.shared_bytes_a_block + 1024) // resident - 1024
-    depth = min((shared - fixed - rest) // (warps * stage), 8)
-    return OneSizes(warps, stage_blocks, depth, resident, warps * depth * stage + rest)
+    depth = min((device.shared_bytes_a_block - fixed - rest) // (warps * stage), 8)
+    return OneSizes(warps, stage_blocks, depth, warps * depth * stage + rest)
 
 
 def _team(sizes: Sizes) -> int:
@@ -121,16 +115,14 @@ def _team(sizes: Sizes) -> int:
 
 
 def one_sizes(sizes: Sizes, device: OneDevice) -> OneSizes | None:
-    """The fastest of what fits the device, or within 2 % of it (measured on one H200); None where nothing does."""
-    g = sizes.geometry
-    teams = -(-g.top_k * g.intermediate // BLOCK // device.multiprocessors)  # with something to do at a time
-    # Older devices cannot launch early; for newer ones than Hopper the compiler needs more than 80 registers a thread.
-    share = device.arch == "sm_90a" and teams * _team(sizes) <= 12
-    candidates = [(12, 1, 2)] if share else []
-    candidates += [(16, 2, 1), (16, 1, 1), (12, 1, 1), (8, 1, 1), (4, 1, 1)]
-    for warps, stage_blocks, resident in candidates if g.top_k <= 32 else ():
-        one = one_ring(sizes, device, warps, stage_blocks, resident)
-        if one.depth >= resident + 1:
+    """What is fastest of what fits the device (measured on one H200); None where nothing does.
+
+    A block fills its multiprocessor. Smaller ones are no faster; and in a hybrid step, where begin_step still holds
+    some multiprocessors, two could be placed on one while another stands idle.
+    """
+    for warps, stage_blocks in ((16, 2), (16, 1), (12, 1), (8, 1), (4, 1)) if sizes.geometry.top_k <= 32 else ():
+        one = one_ring(sizes, device, warps, stage_blocks)
+        if one.depth >= 2:
             return one
     return None
 

@@ -95,7 +95,7 @@ __device__ __forceinline__ void combine(const Work &work, float *parts, const fl
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     decode_one(const u16 *x, const int *ids, const float *route_weights, const int *slot_table, const u8 *slots, size_t stride,
                s8 *hq, int *h_exponents, Progress *progress, float *rows, u16 *out, const int *live_tokens, Step *step, Box *box,
                u64 *counts, u64 patience) {

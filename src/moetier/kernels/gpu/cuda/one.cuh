@@ -7,9 +7,7 @@
 #pragma once
 #include "hybrid.cuh"
 
-// DEPTH: stages of a warp's ring. RESIDENT: blocks that a multiprocessor can hold; with two, those of the next launch are there
-// already and only wait for these to end.
-constexpr int WARPS = ONE_WARPS, DEPTH = ONE_DEPTH, RESIDENT = ONE_RESIDENT;
+constexpr int WARPS = ONE_WARPS, DEPTH = ONE_DEPTH;  // DEPTH: stages of a warp's ring
 constexpr int ROW_TILE = 16, GROUP_CHAINS = 8;
 
 // Gate and up: a unit is 32 rows of h, so two row tiles of gate and two of up; its chains are numbered in that order.
