@@ -23,9 +23,11 @@ constexpr bool every_expert(std::size_t) {
 
 } // namespace
 
-Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels)
-    : shape_(shape), activation_(activation), pool_(pool), kernels_(kernels), x_blocks_(shape.hidden / kBlock),
-      h_blocks_(shape.inner / kBlock), scratch_(static_cast<std::size_t>(pool.threads())) {
+Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels,
+                 Prefetch prefetch)
+    : shape_(shape), activation_(activation), pool_(pool), kernels_(kernels), prefetch_(prefetch),
+      x_blocks_(shape.hidden / kBlock), h_blocks_(shape.inner / kBlock),
+      scratch_(static_cast<std::size_t>(pool.threads())) {
   const std::size_t codes = shape.hidden * shape.inner / 2;
   const std::size_t scales = shape.hidden * shape.inner / kBlock;
   up_codes_ = codes;

@@ -46,7 +46,8 @@ enum class StepError {
 
 class Experts {
 public:
-  Experts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels);
+  Experts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels,
+          Prefetch prefetch);
 
   std::size_t workspace_bytes() const { return arena_.size(); }
   std::size_t bad_rows() const { return bad_rows_; }
@@ -151,6 +152,7 @@ private:
   Activation activation_;
   ThreadPool &pool_;
   const Kernels &kernels_;
+  Prefetch prefetch_;
 
   // Byte offsets within a slice, as moetier/formats/record.py lays it out.
   std::size_t slice_bytes_;

@@ -103,7 +103,8 @@ void Experts::gate_up(const Part &part, const Part &next, Scratch &scratch) {
       scratch.rows[i] = x_ + token * x_blocks_;
       if (x_range_[token].hi != kBadRow) widen(range, x_range_[token]);
     }
-    StripJob job = {gate(0), gate(0), x_blocks_, scratch.rows, 0, nullptr, 0, count, without_bad_rows(range), nullptr};
+    StripJob job = {gate(0),   gate(0), x_blocks_, scratch.rows, 0, nullptr, 0, count, without_bad_rows(range),
+                    prefetch_, nullptr};
     fill_panel(first, job, scratch);
     for (std::size_t i = 0; i < part.strips; ++i) {
       job.strip = gate(i);
@@ -161,7 +162,7 @@ void Experts::down_slice(const Part &part, const Part &next, std::size_t slice, 
   const std::uint16_t *wide = widened(count) ? wide_h_row(pairs.begin, slice) : nullptr;
   const std::size_t all_blocks = shape_.slices * h_blocks_;
   kernels_.strip({strip, after, h_blocks_, scratch.rows, all_blocks, wide, wide_stride(all_blocks), count,
-                  without_bad_rows(range), y});
+                  without_bad_rows(range), prefetch_, y});
   for (std::size_t i = 0; !all_good && i < count; ++i) {
     if (h_hi_[(pairs.begin + i) * shape_.slices + slice].load(std::memory_order_relaxed) != kBadRow) continue;
     std::fill_n(y + i * kStripRows, kStripRows, std::numeric_limits<float>::quiet_NaN());

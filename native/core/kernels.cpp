@@ -43,4 +43,14 @@ const Kernels *find_kernels(std::string_view name) {
   return nullptr;
 }
 
+// By vendor, since prefetchers are a vendor's design and each was measured to lose with the other's choice
+// (docs/performance.md: Zen 4, and a Xeon with AMX). Whatever was not measured gets the instructions, which lose less.
+Prefetch best_prefetch() {
+#if defined(MOETIER_X86)
+  static const bool amd = __builtin_cpu_is("amd") != 0;
+  if (amd) return Prefetch::by_processor;
+#endif
+  return Prefetch::by_instructions;
+}
+
 } // namespace moetier

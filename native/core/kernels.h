@@ -15,6 +15,12 @@ struct Strip {
   const std::uint8_t *scales; // 2 * blocks * 16 bytes, 16-byte aligned
 };
 
+// Who fetches weights before they are read. No bit depends on it.
+enum class Prefetch : std::uint8_t {
+  by_instructions,
+  by_processor, // by its own prefetcher, left alone wherever a run of memory is long enough for that to be faster
+};
+
 // 32 rows of a weight matrix times some quantized rows of activations.
 struct StripJob {
   Strip strip;
@@ -26,7 +32,8 @@ struct StripJob {
   std::size_t wide_stride;     // values from each of those to the next
   std::size_t count;           // rows, 1 to kMostRows
   ExponentRange range;         // of all rows; never that of a bad row
-  float *out;                  // [count][32], 64-byte aligned
+  Prefetch prefetch;
+  float *out; // [count][32], 64-byte aligned
 };
 
 // How gate and up become h.
@@ -74,5 +81,8 @@ std::span<const Kernels *const> built_kernels();
 
 // The kernel set of that name if this build has it and this machine can run it, else nullptr.
 const Kernels *find_kernels(std::string_view name);
+
+// What this processor is faster with.
+Prefetch best_prefetch();
 
 } // namespace moetier

@@ -334,7 +334,9 @@ bool rounds_as_specified() {
     widen(rows[m], kBlocks, sample->wide[m]);
   }
   const Strip weights = {sample->codes, sample->scales};
-  StripJob job = {weights, weights, kBlocks, rows, 0, sample->wide[0], kBlocks * kBlock, kTokens, {0, 10}, nullptr};
+  StripJob job = {weights,         weights,          kBlocks, rows,    0,
+                  sample->wide[0], kBlocks * kBlock, kTokens, {0, 10}, Prefetch::by_instructions,
+                  nullptr};
   job.out = sample->sums[0][0];
   tiles(job);
   job.out = sample->sums[1][0];

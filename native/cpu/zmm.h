@@ -109,7 +109,7 @@ void groups(const StripJob &job) {
 template <typename Lookup>
 void strip(const StripJob &job) {
   // One row is memory's speed in any case: reading the scales ahead of the codes would only cost.
-  if (job.count == 1 && job.blocks >= kLongStrip) {
+  if (job.prefetch == Prefetch::by_processor && job.count == 1 && job.blocks >= kLongStrip) {
     one_row<Lookup>(job);
   } else if (job.count == 1 || needs_check(job)) {
     groups<Lookup, true>(job);

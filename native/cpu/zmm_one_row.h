@@ -1,7 +1,8 @@
-// The 512-bit kernel of one row of activations and a long strip: as fast as plain reading.
+// The 512-bit kernel of one row of activations and a long strip, for processors whose own prefetcher is the faster one
+// (`best_prefetch`): as fast as plain reading.
 //
-// Where a run of memory is long, the processor's own prefetcher is faster than instructions that prefetch, but only if
-// these leave it alone and the arithmetic keeps up: weights are not transposed, and scales are checked per segment.
+// Only where a run of memory is long, only if instructions leave that prefetcher alone, and only if the arithmetic
+// keeps up: weights are not transposed, and scales are checked per segment.
 #pragma once
 
 #include <type_traits>

@@ -13,8 +13,9 @@ namespace moetier {
 // Experts with what Python may get wrong: two steps at once, a pool from before a fork.
 class BoundExperts {
 public:
-  BoundExperts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels)
-      : pool_(pool), experts_(shape, activation, pool, kernels) {}
+  BoundExperts(const Shape &shape, const Activation &activation, ThreadPool &pool, const Kernels &kernels,
+               Prefetch prefetch)
+      : pool_(pool), experts_(shape, activation, pool, kernels, prefetch) {}
 
   // The object for one call, or for as long as a native thread works with it. Throws std::runtime_error where it is not
   // to be had; needs no GIL and never waits.

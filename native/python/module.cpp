@@ -137,13 +137,16 @@ NB_MODULE(_native, module) {
           "__init__",
           [](BoundExperts *self, moetier::ThreadPool &pool, const std::string &isa, std::size_t hidden,
              std::size_t inner, std::size_t experts, std::size_t top_k, std::size_t first_slice, std::size_t slices,
-             std::size_t max_tokens, std::optional<float> limit, bool weighted) {
+             std::size_t max_tokens, std::optional<float> limit, bool weighted, std::optional<bool> prefetch) {
+            const moetier::Prefetch how = !prefetch   ? moetier::best_prefetch()
+                                          : *prefetch ? moetier::Prefetch::by_instructions
+                                                      : moetier::Prefetch::by_processor;
             new (self) BoundExperts({hidden, inner, experts, top_k, first_slice, slices, max_tokens},
-                                    {limit.has_value(), limit.value_or(0.0F), weighted}, pool, kernels_named(isa));
+                                    {limit.has_value(), limit.value_or(0.0F), weighted}, pool, kernels_named(isa), how);
           },
           nb::keep_alive<1, 2>(), nb::arg("pool"), nb::arg("isa"), nb::arg("hidden"), nb::arg("inner"),
           nb::arg("experts"), nb::arg("top_k"), nb::arg("first_slice"), nb::arg("slices"), nb::arg("max_tokens"),
-          nb::arg("limit").none(), nb::arg("weighted"))
+          nb::arg("limit").none(), nb::arg("weighted"), nb::arg("prefetch").none())
       .def_prop_ro("workspace_bytes", [](const BoundExperts &self) { return self.experts().workspace_bytes(); })
       .def_prop_ro("bad_rows", [](const BoundExperts &self) { return self.experts().bad_rows(); })
       .def("begin",

@@ -25,11 +25,12 @@ namespace {
 
 using moetier::Experts;
 using moetier::Kernels;
+using moetier::Prefetch;
 using moetier::StepError;
 using moetier::ThreadPool;
 
-std::vector<std::uint16_t> forward(const Call &call, ThreadPool &pool, const Kernels &kernels) {
-  Experts experts(call.shape, call.activation, pool, kernels);
+std::vector<std::uint16_t> forward(const Call &call, ThreadPool &pool, const Kernels &kernels, Prefetch prefetch) {
+  Experts experts(call.shape, call.activation, pool, kernels, prefetch);
   std::vector<std::uint16_t> out(call.tokens * call.shape.hidden);
   if (experts.forward(call.input(), call.addresses, out.data()) != StepError::none) std::abort();
   return out;
@@ -63,10 +64,10 @@ std::vector<float> room_for_rows(const Call &call) {
 }
 
 // The rows of two objects that hold every other expert.
-std::vector<std::uint16_t> by_rows(const Call &call, ThreadPool &pool, const Kernels &kernels) {
+std::vector<std::uint16_t> by_rows(const Call &call, ThreadPool &pool, const Kernels &kernels, Prefetch prefetch) {
   std::vector<float> rows = room_for_rows(call);
   for (std::size_t part = 0; part < 2; ++part) {
-    Experts experts(call.shape, call.activation, pool, kernels);
+    Experts experts(call.shape, call.activation, pool, kernels, prefetch);
     std::vector<std::uint64_t> held = call.addresses;
     for (std::size_t expert = 1 - part; expert < held.size(); expert += 2) held[expert] = 0;
     if (experts.rows(call.input(), held, rows.data()) != StepError::none) std::abort();
@@ -75,9 +76,9 @@ std::vector<std::uint16_t> by_rows(const Call &call, ThreadPool &pool, const Ker
 }
 
 // This thread plays the device: two requests, the second right after the first one's answer.
-std::vector<std::uint16_t> by_mailbox(const Call &call, ThreadPool &pool, const Kernels &kernels) {
+std::vector<std::uint16_t> by_mailbox(const Call &call, ThreadPool &pool, const Kernels &kernels, Prefetch prefetch) {
   std::vector<float> rows = room_for_rows(call);
-  Experts experts(call.shape, call.activation, pool, kernels);
+  Experts experts(call.shape, call.activation, pool, kernels, prefetch);
   Box box{};
   box.tokens = static_cast<int>(call.tokens);
   const moetier::Mail mail = {&box, call.ids.data(), call.weights.data(), call.x_bits.data(), rows.data()};
@@ -95,8 +96,8 @@ std::vector<std::uint16_t> by_mailbox(const Call &call, ThreadPool &pool, const 
 }
 
 // gate_up from the last expert to the first, one at a time; down in two calls.
-std::vector<std::uint16_t> in_pieces(const Call &call, ThreadPool &pool, const Kernels &kernels) {
-  Experts experts(call.shape, call.activation, pool, kernels);
+std::vector<std::uint16_t> in_pieces(const Call &call, ThreadPool &pool, const Kernels &kernels, Prefetch prefetch) {
+  Experts experts(call.shape, call.activation, pool, kernels, prefetch);
   std::vector<std::uint16_t> out(call.tokens * call.shape.hidden);
   experts.begin(call.input());
   std::vector<std::uint64_t> addresses;
@@ -128,10 +129,11 @@ bool same(const std::vector<std::uint16_t> &found, const std::vector<std::uint16
 
 // Two threads call into one pool, which must make them take turns.
 bool callers_take_turns(const Call &call, ThreadPool &pool, const Kernels &kernels) {
-  const std::vector<std::uint16_t> wanted = forward(call, pool, kernels);
+  const std::vector<std::uint16_t> wanted = forward(call, pool, kernels, moetier::best_prefetch());
   bool good[2] = {};
   std::vector<std::thread> callers;
-  for (bool &result : good) callers.emplace_back([&] { result = forward(call, pool, kernels) == wanted; });
+  for (bool &result : good)
+    callers.emplace_back([&] { result = forward(call, pool, kernels, moetier::best_prefetch()) == wanted; });
   for (std::thread &caller : callers) caller.join();
   return good[0] && good[1];
 }
@@ -151,21 +153,32 @@ private:
   std::vector<std::optional<ThreadPool>> pools_ = std::vector<std::optional<ThreadPool>>(33);
 };
 
-// Every kernel set of this machine, every way to call it, one thread and several. How many comparisons, 0 where one
-// failed.
+// Ways to prefetch between which the kernels of a call may differ: both, whatever this machine's is, where rows are
+// long.
+std::vector<Prefetch> prefetches(const Call &call) {
+  constexpr std::size_t kLong = 4096;
+  if (call.shape.hidden < kLong) return {moetier::best_prefetch()};
+  return {Prefetch::by_instructions, Prefetch::by_processor};
+}
+
+// Every kernel set of this machine, every way to call it and to prefetch, one thread and several. How many comparisons,
+// 0 where one failed.
 std::uint64_t compare(const Call &call, const std::vector<std::uint16_t> &wanted, Pools &pools, int several,
                       std::uint64_t number) {
-  using Way = std::vector<std::uint16_t> (*)(const Call &, ThreadPool &, const Kernels &);
+  using Way = std::vector<std::uint16_t> (*)(const Call &, ThreadPool &, const Kernels &, Prefetch);
   static constexpr std::pair<const char *, Way> kWays[] = {
       {"forward", forward}, {"in pieces", in_pieces}, {"by rows", by_rows}, {"by mailbox", by_mailbox}};
   std::uint64_t compared = 0;
   for (const Kernels *kernels : moetier::built_kernels()) {
     if (!kernels->available()) continue;
-    for (const int threads : {1, several}) {
-      for (const auto &[name, way] : kWays) {
-        if (way == by_mailbox && !call.bf16) continue; // which is what it takes
-        if (!same(way(call, pools.of(threads), *kernels), wanted, kernels->name, name, threads, number)) return 0;
-        ++compared;
+    for (const Prefetch prefetch : prefetches(call)) {
+      for (const int threads : {1, several}) {
+        for (const auto &[name, way] : kWays) {
+          if (way == by_mailbox && !call.bf16) continue; // which is what it takes
+          const std::vector<std::uint16_t> found = way(call, pools.of(threads), *kernels, prefetch);
+          if (!same(found, wanted, kernels->name, name, threads, number)) return 0;
+          ++compared;
+        }
       }
     }
   }
@@ -186,7 +199,7 @@ int main(int argc, char **argv) {
   for (std::uint64_t number = first; number < first + calls && good; ++number) {
     Maker maker(number, few);
     const Call call = maker.call();
-    const std::vector<std::uint16_t> wanted = forward(call, pools.of(1), portable);
+    const std::vector<std::uint16_t> wanted = forward(call, pools.of(1), portable, moetier::best_prefetch());
     for (const std::uint16_t bits : wanted) hash = (hash ^ bits) * 0x100000001B3U;
     const int several = 2 + static_cast<int>(number) % (Pools::most() - 1);
     const std::uint64_t more = compare(call, wanted, pools, several, number);

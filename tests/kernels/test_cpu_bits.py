@@ -32,10 +32,10 @@ def isa(request):
     return request.param
 
 
-def check_layer(pool, isa, layer, inputs, family, seed=0, **rank):
+def check_layer(pool, isa, layer, inputs, family, seed=0, prefetch=None, **rank):
     x, ids, weights = inputs
     wanted = expected(layer, x, ids, weights, family, **rank)
-    kernel = CpuExperts(layer.geometry, family, pool, isa=isa, max_tokens=max(1, len(x)), **rank)
+    kernel = CpuExperts(layer.geometry, family, pool, isa=isa, max_tokens=max(1, len(x)), prefetch=prefetch, **rank)
     assert_same_bits(run_forward(kernel, layer, x, ids, weights), wanted)
     assert_same_bits(run_split(kernel, layer, x, ids.astype(np.int64), weights, np.random.default_rng(seed)), wanted)
     return wanted
@@ -51,15 +51,17 @@ def test_every_segment_class(pool, isa, hidden_blocks, inner_blocks):
     check_layer(pool, isa, layer, make_inputs(rng, geometry, 7), PLAIN)
 
 
-# From 128 blocks along K on, one row has a kernel of its own; 127 and 131 are segments of no power of two.
+# From 128 blocks along K on, one row has a kernel of its own on some processors; both ways run on all. 127 and 131 are
+# segments of no power of two.
+@pytest.mark.parametrize("prefetch", [True, False], ids=["by-instructions", "by-processor"])
 @pytest.mark.parametrize("scales", [(118, 124), (0, 254)], ids=["usual-scales", "every-scale"])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("hidden_blocks", [127, 128, 131, 132, 144], ids=lambda b: f"hidden{32 * b}")
-def test_long_rows(pool, isa, hidden_blocks, tokens, scales):
+def test_long_rows(pool, isa, hidden_blocks, tokens, scales, prefetch):
     rng = np.random.default_rng(hidden_blocks + tokens)
     geometry = LayerGeometry(32 * hidden_blocks, 64, experts=4, top_k=2)
     layer = make_layer(rng, geometry, scales, (118, 124))
-    check_layer(pool, isa, layer, make_inputs(rng, geometry, tokens), PLAIN)
+    check_layer(pool, isa, layer, make_inputs(rng, geometry, tokens), PLAIN, prefetch=prefetch)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())

@@ -25,6 +25,7 @@ class Experts:
         max_tokens: int,
         limit: float | None,
         weighted: bool,
+        prefetch: bool | None,
     ) -> None: ...
     @property
     def workspace_bytes(self) -> int: ...

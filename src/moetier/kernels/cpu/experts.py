@@ -38,6 +38,9 @@ class CpuExperts:
     first_slice, slice_count
         Slices of each record that this rank holds, a power of two of them; default all. Their partial results are
         combined by a pairwise tree.
+    prefetch
+        For tests and measurements; no bit depends on it. Whether kernels prefetch all weights by instructions, or leave
+        long runs of memory to the processor's own prefetcher; default what this processor is faster with.
 
     Raises
     ------
@@ -58,6 +61,7 @@ class CpuExperts:
         max_tokens: int = 8192,
         first_slice: int = 0,
         slice_count: int | None = None,
+        prefetch: bool | None = None,
     ) -> None:
         count = geometry.slices - first_slice if slice_count is None else slice_count
         if first_slice < 0 or count < 1 or first_slice + count > geometry.slices or count & (count - 1):
@@ -83,6 +87,7 @@ class CpuExperts:
             max_tokens,
             family.swiglu_limit,
             family.route_weight_before_down,
+            prefetch,
         )
 
     @property
