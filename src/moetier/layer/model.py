@@ -53,6 +53,7 @@ class TieredModel:
         self.store = store
         self.records = records
         self.healer = Healer(store, checkpoint) if checkpoint else None
+        self._hidden_layers = checkpoint.hidden_layers if checkpoint else None
         self.reader = DiskReader(store, settings.disk_threads, self.healer, self.part)
         self.pool = ThreadPool(settings.threads, settings.cpus)
         self.kernel = self.make_kernel(settings.isa, self.pool, max_tokens)
@@ -96,6 +97,10 @@ class TieredModel:
             layer.preload(self.records)
             self._attached[index] = layer
         return self._attached[index]
+
+    def drafts(self, number: int) -> bool:
+        """Whether the layer with this number in the checkpoint is a drafter's."""
+        return self._hidden_layers is not None and number >= self._hidden_layers
 
     @property
     def attached(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class HybridLayer:
         self.helped_reads = 0
         """Records read from disk by `help`."""
         self.following: HybridLayer | None = None
-        """The layer that the model calls after this one."""
+        """The layer that the model calls after this one, in the same way; None where that is not certain."""
         self._streamed: NDArray[np.int32] = np.zeros(slots.mirror.size, np.int32)
         self._last: NDArray[np.int64] = np.ones(slots.mirror.size, np.int64)
         """Pairs of each expert in the last call that the host had streamed."""

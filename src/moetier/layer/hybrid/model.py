@@ -146,7 +146,7 @@ class HybridModel:
         self._load_slots(layer, resident)
         fetcher.load(others[: tier.slots])
         policy.place(others[: tier.slots])
-        if self.layers:
+        if self.layers and not tiers.drafts(number):  # a drafter may be called in a graph, or not at all
             self.layers[-1].following = layer
         self.layers.append(layer)
         return layer
