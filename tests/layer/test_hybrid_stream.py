@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
+from moetier.errors import RecordReadError  # noqa: E402
 from moetier.kernels import oracle  # noqa: E402
 from moetier.kernels.cpu import CpuExperts, ThreadPool  # noqa: E402
 from moetier.kernels.gpu.base import Call, Sizes  # noqa: E402
@@ -61,7 +64,8 @@ class Bench:
         self.store, self.geometry, stride = store, store.manifest.layer_geometry, store.layout.stride
         g, self.pool = self.geometry, ThreadPool(1)
         self.kernel = CpuExperts(g, store.manifest.layer_family, self.pool, max_tokens=TOKENS)
-        self.reader, rooms = DiskReader(store, 2), Staging(2, stride)
+        self.reader, self.rooms = DiskReader(store, 2), Staging(2, stride)
+        rooms = self.rooms
         self.slots = torch.zeros((4 + staging, stride), dtype=torch.uint8)
         self.device: Any = CpuDevice(self.kernel)
         self.streamer = Streamer(self.device.sizes, TOKENS, self.slots, range(4, 4 + staging), self.device, groups)
@@ -198,3 +202,27 @@ def test_what_was_forgotten_leaves_the_slots_to_others(benches: Any) -> None:
     bench.slots[4:] = 0xFF  # a step that the device planned
     call = bench.call(6, ALL)
     assert torch.equal(bench.found(0, call), bench.expected(0, call))
+
+
+def test_a_record_that_cannot_be_read_ends_the_call_and_leaves_nothing_behind(store: Store, tmp_path: Path) -> None:
+    shutil.copytree(store.path, tmp_path / "store")
+    with Store.open(tmp_path / "store") as copy:
+        bench = Bench(copy, records=3, staging=4)
+        try:
+            call, path = bench.call(8, ALL), copy.record_file(0)
+            right = path.read_bytes()
+            at = copy.offset(EXPERTS - 1) + 10
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([right[at] ^ 1]))
+            bench.layers[0].stream_ahead(TOKENS)
+            with pytest.raises(RecordReadError):
+                bench.found(0, call)
+            bench.rooms.check_integrity()
+            bench.layers[0].tier.check_integrity()
+            with path.open("r+b") as file:
+                file.write(right)
+            assert torch.equal(bench.found(0, call), bench.expected(0, call))
+        finally:
+            bench.reader.close()
+            bench.pool.close()

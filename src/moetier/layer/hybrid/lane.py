@@ -44,6 +44,11 @@ class Lane:
         """Behind the copies so far."""
         return None if self._stream is None else self._stream.record_event()
 
+    def wait(self) -> None:
+        """On the host, for the copies so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def compute_mark(self) -> Mark:
         """Behind what the current stream was given so far."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()

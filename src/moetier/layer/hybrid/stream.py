@@ -158,8 +158,12 @@ class Streamer:
         missed: its routed experts that have no slot and were not staged.
         """
         records, size = source.records(missed), len(self._groups[0])
-        for _ in range(0, len(missed), size):
-            self._compute(started.call, self._fill(islice(records, size), source.copied))
+        try:
+            for _ in range(0, len(missed), size):
+                self._compute(started.call, self._fill(islice(records, size), source.copied))
+        except BaseException:
+            self._lane.wait()  # of a round that compute does not wait for: whoever has the slots next must not meet it
+            raise
         self.path.combine(started.call, out)
 
     def _begin(self) -> None:
