@@ -55,9 +55,9 @@ class StepAware:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, after the tiers have heard of the step."""
         tokens, step = scheduler_output.total_num_scheduled_tokens, step_of(scheduler_output)
-        if tokens:
-            runtime.begin_step(step, tokens + self._drafted(step))
         with _ends_alone():
+            if tokens:
+                runtime.begin_step(step, tokens + self._drafted(step))
             result = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
             if tokens:
                 runtime.end_step(step)
