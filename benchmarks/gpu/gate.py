@@ -76,10 +76,8 @@ def cuda_kernels(target: str, sources: tuple[str, ...] = SOURCES) -> Iterator[Co
             one = cuda_decode.one_sizes(SIZES, device)
             assert one
             cubin, ptx = nvrtc.compile_source("one.cu", one.macros(SIZES, tokens), target)
-            fused, shared = (
-                {"decode_one": 2 * one.stage_blocks * 4},
-                {"decode_one": one.shared_bytes},
-            )  # 4 values a lane
+            fused = {"decode_one": 2 * one.stage_blocks * 4}  # of gate and up, and of down, 4 values a lane of a block
+            shared = {"decode_one": one.shared_bytes}
             warps, matrix = one.warps, INTEGER
         elif source.startswith("decode"):
             # Of a tile a lane keeps 2 results for a single pair, and 4 for several; 16 tiles and 8 are unrolled.

@@ -98,9 +98,7 @@ def check(store: Store, whole: Whole, share: float, dram: str, arguments: Namesp
     rng, pick = torch.Generator("cuda").manual_seed(11), random.Random(11)
     differ, calls, padded = torch.zeros((), dtype=torch.int64, device="cuda"), 0, 0
     end = time.monotonic() + arguments.seconds
-    skew = (
-        torch.rand(layers, 1, g.experts, device="cuda", generator=rng) * 3
-    )  # some experts are hot, so slots are refilled
+    skew = torch.rand(layers, 1, g.experts, device="cuda", generator=rng) * 3  # hot experts, so that slots are refilled
     for number in range(60 if arguments.quick else STEPS):
         if time.monotonic() > end:
             break

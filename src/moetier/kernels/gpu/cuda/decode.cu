@@ -1,5 +1,6 @@
-// Decode of few tokens in three launches: quantize, gate_up, down (which combines too). In a hybrid step begin_step takes the
-// place of quantize (and runs before decode_one, in one.cu, too). `live`: how many tokens are real; `step`, `box`, `patience`: see hybrid.cuh; all null where the step is not hybrid.
+// Decode of few tokens in three launches: quantize, gate_up, down (which combines too). In a hybrid step begin_step takes
+// the place of quantize (and runs before decode_one, in one.cu, too). `live`: how many tokens are real; `step`, `box`,
+// `patience`: see hybrid.cuh; all null where the step is not hybrid.
 #include "decode.cuh"
 
 __device__ __forceinline__ void quantize_blocks(const u16 *x, s8 *q, Meta *meta, int blocks, int first) {
