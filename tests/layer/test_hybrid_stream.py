@@ -23,10 +23,13 @@ from moetier.layer.counters import Counters  # noqa: E402
 from moetier.layer.fetch import Fetcher  # noqa: E402
 from moetier.layer.hybrid.layer import HybridLayer, Shared  # noqa: E402
 from moetier.layer.hybrid.stream import Streamer  # noqa: E402
+from moetier.layer.model import TieredModel  # noqa: E402
 from moetier.residency import DiskReader, DramTier, Lru  # noqa: E402
 from moetier.residency.device import ABSENT, DeviceSlots  # noqa: E402
 from moetier.residency.staging import Staging  # noqa: E402
+from moetier.settings import Settings  # noqa: E402
 from moetier.store.build import build_store  # noqa: E402
+from moetier.store.checkpoint import Checkpoint  # noqa: E402
 from moetier.store.store import Store  # noqa: E402
 from tests.store.checkpoints import write_checkpoint  # noqa: E402
 
@@ -226,3 +229,11 @@ def test_a_record_that_cannot_be_read_ends_the_call_and_leaves_nothing_behind(st
         finally:
             bench.reader.close()
             bench.pool.close()
+
+
+def test_a_layer_beyond_the_model_s_own_is_a_drafter_s(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", layers=(1, 2, 3), config_overrides={"num_hidden_layers": 3})
+    build_store(tmp_path / "model", tmp_path / "store")
+    checkpoint, settings = Checkpoint.open(tmp_path / "model"), Settings(store=tmp_path / "store", threads=1)
+    with Store.open(settings.store) as store, TieredModel(settings, store, 1, 1, checkpoint) as model:
+        assert [model.drafts(layer.number) for layer in store.manifest.layers] == [False, False, True]

@@ -86,6 +86,17 @@ def test_failure_ends_the_process_only_among_ranks(model: SimpleNamespace, monke
     assert ended == [1]
 
 
+def test_failure_before_the_forward_ends_a_rank_too(model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    broken: Any = SimpleNamespace(before_step=lambda tokens, step: [][tokens])
+    monkeypatch.setattr(runtime, "_hybrids", {"one": broken})
+    model.part.ranks = 2
+    with pytest.raises(IndexError):
+        Ours().execute_model(scheduled({"a": 1}))
+    assert ended == [1]
+
+
 def test_recordings_that_cannot_be_made_are_refused() -> None:
     sliced, slots = {"record_calls": "x"}, {"record_trace": "x", "slots": 4}
     with pytest.raises(SettingsError, match="record with one rank"):
