@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,14 @@ def cached_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> byt
     if path.exists():
         return path.read_bytes()
     cubin = compile_source(source, macros, arch)[0]
+    aside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(cubin)
-        Path(file.name).replace(path)
-    except OSError:  # a read-only home: compile again next time
-        pass
+        aside.write_bytes(cubin)
+        aside.replace(path)
+    except OSError:  # a read-only home or a full disk: compile again next time
+        with suppress(OSError):
+            aside.unlink()
     return cubin
 
 
@@ -148,7 +149,8 @@ def _module(source: str, macros: tuple[tuple[str, str | int], ...], arch: str, d
     cubin = cached_cubin(source, dict(macros), arch)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes torch's context current
-        return _ok(driver.cuModuleLoadData(cubin), f"loading {source}"), cubin
+        kept = f"loading {source}, which is kept in {cache_folder()} (delete that folder where a file in it is damaged)"
+        return _ok(driver.cuModuleLoadData(cubin), kept), cubin
 
 
 def load(
