@@ -138,3 +138,20 @@ def test_integrity_of_the_tables(model: TieredModel) -> None:
     with pytest.raises(IntegrityError, match="the DRAM tier does not agree with itself"):
         model.check_integrity()
     tier.addresses[:] = before
+
+
+def test_what_raises_at_the_end_keeps_nothing_else_from_ending(store_path: Path) -> None:
+    ended: list[str] = []
+
+    def check() -> None:
+        ended.append("check")
+        raise IntegrityError("tables do not agree")
+
+    with Store.open(store_path) as store:
+        model = TieredModel(Settings(store=store_path, threads=1), store, records=1, max_tokens=1)
+        model.at_close(check)
+        model.at_close(lambda: ended.append("mailbox"))
+        with pytest.raises(IntegrityError, match="do not agree"):
+            model.close()
+    assert ended == ["check", "mailbox"]
+    assert not model._saver.is_alive()

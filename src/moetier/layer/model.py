@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 
 from moetier.errors import MoetierError
@@ -151,7 +152,7 @@ class TieredModel:
             self.save_heat()
 
     def at_close(self, last: Callable[[], None]) -> None:
-        """Call `last` when the model is closed, before anything ends."""
+        """Call `last` when the model is closed, before anything ends; whatever those before it raise."""
         self._at_close.append(last)
 
     def close(self) -> None:
@@ -160,8 +161,9 @@ class TieredModel:
             return
         self._stop.set()
         try:
-            for last in self._at_close:
-                last()
+            with ExitStack() as stack:
+                for last in reversed(self._at_close):
+                    stack.callback(last)
         finally:
             self._saver.join()
             self.save_heat()
