@@ -25,7 +25,8 @@ def run_layer(layer: TieredLayer, x: torch.Tensor, ids: torch.Tensor, weights: t
 
 def run_hybrid_layer(layer: HybridLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """As `run_layer`, on the device that all are on; launches only, where the device plans the call."""
-    out = layer.forward(
-        x.to(torch.bfloat16).contiguous(), ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous()
-    )
+    given = x.to(torch.bfloat16).contiguous()
+    if given.data_ptr() % 16:  # a view into something larger; the kernels read 16 bytes at a time
+        given = given.clone()
+    out = layer.forward(given, ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous())
     return out.to(x.dtype)

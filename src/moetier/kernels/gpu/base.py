@@ -50,8 +50,9 @@ class Sizes:
 class Call:
     """The tensors of one layer call on up to `max_tokens` tokens T, all on one device and contiguous.
 
-    x bf16 [T, hidden]; ids int32 and weights float32 [T, top_k]; slot_table int32 [experts], the slot of an expert or
-    -1; slots uint8 [slots, stride], a record in each slot that the table names; rows float32 [T, top_k, hidden].
+    x bf16 [T, hidden], from a multiple of 16 bytes on; ids int32 and weights float32 [T, top_k]; slot_table int32
+    [experts], the slot of an expert or -1; slots uint8 [slots, stride], a record in each slot that the table names;
+    rows float32 [T, top_k, hidden].
     """
 
     x: torch.Tensor

@@ -84,7 +84,10 @@ class HybridLayer:
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The layer: x bf16 [T, hidden], ids int32 and weights float32 [T, top_k], contiguous -> bf16 [T, hidden]."""
+        """The layer: x bf16 [T, hidden], ids int32 and weights float32 [T, top_k] -> bf16 [T, hidden].
+
+        All contiguous, x from a multiple of 16 bytes on.
+        """
         out = torch.empty_like(x) if out is None else out
         tokens, path, streamer = x.shape[0], self._shared.path, self._shared.streamer
         if tokens == 0:
