@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {
@@ -25,6 +27,25 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
 }
+ROOT = Path(__file__).parents[2]
+WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
+GRAPHS: dict[str, dict[str, Any]] = {
+    "none": {"enforce_eager": True},
+    "decode": {
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "max_cudagraph_capture_size": 64}
+    },
+    "pieces": {
+        "compilation_config": {
+            "mode": 3,
+            "backend": "eager",
+            "cudagraph_mode": "PIECEWISE",
+            "max_cudagraph_capture_size": 64,
+        }
+    },
+    "all": {"compilation_config": {"max_cudagraph_capture_size": 64}},
+}
+"""How vLLM captures: nothing; decode steps whole; all small steps in pieces, without Inductor; and its default."""
+
 READY, RESULT = "ready", "result: "
 TIMEOUT = 540
 
@@ -103,6 +124,20 @@ def engine(runs: list[dict[str, Any]], environment: dict[str, str] | None = None
     started = Engine(runs, environment, **arguments)
     started.go()
     return started.result()
+
+
+def prompts_of(model: Path, count: int) -> list[list[int]]:
+    """Evaluation prompts as token ids of the model's tokenizer."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = [
+        " ".join(str(message.get("content")) for message in json.loads(line)["messages"])
+        for path in sorted((ROOT / "models" / "eval").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    random.Random(0).shuffle(texts)
+    return [tokenizer.encode(text).ids[:512] for text in texts[:count]]
 
 
 def main() -> None:

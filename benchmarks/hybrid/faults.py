@@ -26,8 +26,7 @@ from typing import Any
 
 import cpus
 import psutil
-from engine import RESULT, Engine
-from under_vllm import GRAPHS, WORKER, prompts_of
+from engine import GRAPHS, RESULT, WORKER, Engine, prompts_of
 
 from moetier.store.build import build_store
 from moetier.store.store import Store

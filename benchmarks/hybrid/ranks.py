@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from engine import engine
+from engine import GRAPHS, WORKER, engine, prompts_of
 
 from moetier.formats import RecordLayout
 from moetier.kernels import oracle
@@ -73,8 +73,6 @@ def against_oracle(store: Store, part: Part) -> dict[str, Any]:
 
 def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
     """The same prompts with all experts in slots, and with some; counters of each rank come over its file."""
-    from under_vllm import GRAPHS, WORKER, prompts_of
-
     prompts = prompts_of(bed.model, 32)
     runs = [{"prompts": prompts, "max_tokens": 32, "logprobs": 2}] * 2
     runs += [{"prompts": prompts[:1], "max_tokens": 65}] * 2

@@ -13,7 +13,9 @@ from typing import Any
 
 import cpus
 import qwen3
-from engine import Engine
+from engine import GRAPHS, WORKER, Engine
+
+from moetier.store.build import build_store
 
 PREFILL_TOKENS, STEPS, ROUNDS, STREAMS = 8192, 64, 5, (1, 4, 8)
 SHARES = (1.0, 0.43, 0.25)
@@ -21,10 +23,6 @@ SHARES = (1.0, 0.43, 0.25)
 
 def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]], None]) -> bool:
     """The engines start beside each other, then take turns: each is measured while the others wait."""
-    from under_vllm import GRAPHS, WORKER
-
-    from moetier.store.build import build_store
-
     quantization = json.loads((Path(arguments.model) / "config.json").read_text())["quantization_config"]
     model, store, start = folder / "model", folder / "store", time.monotonic()
     qwen3.write(model, arguments.layers, quantization)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import tempfile
 import traceback
@@ -26,26 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import cpus
-from engine import engine
-
-ROOT = Path(__file__).parents[2]
-WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
-GRAPHS: dict[str, dict[str, Any]] = {
-    "none": {"enforce_eager": True},
-    "decode": {
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "max_cudagraph_capture_size": 64}
-    },
-    "pieces": {
-        "compilation_config": {
-            "mode": 3,
-            "backend": "eager",
-            "cudagraph_mode": "PIECEWISE",
-            "max_cudagraph_capture_size": 64,
-        }
-    },
-    "all": {"compilation_config": {"max_cudagraph_capture_size": 64}},
-}
-"""How vLLM captures: nothing; decode steps whole; all small steps in pieces, without Inductor; and its default."""
+import ranks
+import speed
+from engine import GRAPHS, WORKER, engine, prompts_of
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -100,20 +82,6 @@ class Bed:
         """In their order, `at_once` of them beside each other."""
         with ThreadPoolExecutor(self.arguments.at_once) as pool:
             yield from zip(cells, pool.map(lambda cell: self.run(cell, runs), cells), strict=True)
-
-
-def prompts_of(model: Path, count: int) -> list[list[int]]:
-    """Evaluation prompts as token ids of the model's tokenizer."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    texts = [
-        " ".join(str(message.get("content")) for message in json.loads(line)["messages"])
-        for path in sorted((ROOT / "models" / "eval").glob("*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    random.Random(0).shuffle(texts)
-    return [tokenizer.encode(text).ids[:512] for text in texts[:count]]
 
 
 def compare(bed: Bed, cells: Sequence[Cell], runs: list[dict[str, Any]], show: Report) -> bool:
@@ -218,9 +186,6 @@ def memory_row(samples: list[dict[str, int]]) -> dict[str, str]:
 
 def main() -> int:
     """Exit 1 on a difference or an error."""
-    import ranks
-    import speed
-
     parts: dict[str, Callable[[Bed, Report], bool]] = {
         "identity": identity,
         "batches": batches,
