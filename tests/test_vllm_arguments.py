@@ -17,6 +17,8 @@ from moetier.vllm_arguments import BATCHED, LENGTH, Drafting, drafting_of, has, 
         (("--max-model-len",), None),
         (("--max-model-len", "32k"), None),
         (("--max-model-len", "0"), None),
+        (("--max-model-len", "\u0663"), None),
+        pytest.param(("--max-model-len", "9" * 5000), None, id="5000 digits"),
     ],
 )
 def test_numbers(arguments, length):

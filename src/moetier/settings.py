@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from moetier.errors import SettingsError
 from moetier.machine import MAX_THREADS
+from moetier.vllm_arguments import NUMBER
 
 PolicyName = Literal["lru", "second-touch", "frequency"]
 
@@ -103,10 +104,18 @@ class Settings(BaseModel):
             raise ValueError("expected a path, found an empty one")
         return value
 
+    @field_validator("slots", mode="before")
+    @classmethod
+    def _slots(cls, value: Any) -> Any:
+        number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+        if number != "auto" and not (isinstance(number, int) and number >= 0):
+            raise ValueError("expected a number of experts of each layer (0: none), or auto")
+        return number
+
     @field_validator("dram_records")
     @classmethod
     def _records(cls, value: int | str) -> int | str:
-        if isinstance(value, str) and value.isdecimal():
+        if isinstance(value, str) and NUMBER.fullmatch(value):
             value = int(value)
         if isinstance(value, int):
             if value < 0:

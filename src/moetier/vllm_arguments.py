@@ -6,12 +6,14 @@ vLLM takes `--name value` and `--name=value`, underscores for hyphens, and the l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moetier.errors import SettingsError
 
+NUMBER = re.compile(r"[0-9]{1,18}")
 LENGTH = "--max-model-len"
 SEQUENCES = "--max-num-seqs"
 BATCHED = "--max-num-batched-tokens"
@@ -35,9 +37,9 @@ def value_of(arguments: Sequence[str], *names: str) -> str | None:
 
 
 def number_of(arguments: Sequence[str], *names: str) -> int | None:
-    """A plain number of at least 1; other forms (4k, auto) are vLLM's to judge."""
+    """A plain number of at least 1; other forms (4k, auto, more digits than any size has) are vLLM's to judge."""
     text = value_of(arguments, *names)
-    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
+    return int(text) if text is not None and NUMBER.fullmatch(text) and int(text) > 0 else None
 
 
 def has(arguments: Sequence[str], *names: str) -> bool:

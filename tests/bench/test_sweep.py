@@ -105,7 +105,7 @@ def test_a_killed_sweep_resumes(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         sweep(trials, SUITE, state, measure, "commit", lambda _: None)
     with state.open("a") as file:
-        file.write('{"key": "cut o')
+        file.write('{"key":"cut o')
     measured.clear()
     found = sweep(trials, SUITE, state, measure, "commit", lambda _: None)
     assert len(measured) == 2
@@ -123,6 +123,28 @@ def test_another_file_is_no_state(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no state of a sweep"):
         sweep([], SUITE, path, lambda *_: ((), None, None), "", lambda _: None)
     assert path.read_text() == "hello\n"
+
+
+@pytest.mark.parametrize("text", ["a note, its last line not ended", "x\nlast", '{"format": 1}'])
+def test_another_file_keeps_its_last_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x"
+    path.write_text(text)
+    with pytest.raises(BenchError, match="no state of a sweep"):
+        sweep([], SUITE, path, lambda *_: ((), None, None), "", lambda _: None)
+    assert path.read_text() == text
+
+
+def test_two_sweeps_do_not_write_the_same_state(tmp_path: Path) -> None:
+    trials = [(values, with_values(RECIPE, values)) for values in combinations(AXES[:1])]
+    state, refused = tmp_path / "state.jsonl", []
+
+    def measure(recipe: Recipe, suite: Suite) -> Measured:
+        with pytest.raises(BenchError, match="another sweep"):
+            sweep(trials, SUITE, state, measure, "commit", lambda _: None)
+        refused.append(recipe)
+        return cells(1.0, 1.0), None, None
+
+    assert len(sweep(trials, SUITE, state, measure, "commit", lambda _: None)) == len(refused) == 2
 
 
 @pytest.mark.parametrize("place", ["no-such-folder/state.jsonl", "."], ids=["no folder", "a folder"])

@@ -45,6 +45,28 @@ def test_version() -> None:
     assert "int8x" in run("version")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("verb", [("version",), ("plan", "--models"), ("bench", "list"), ("plan", "--help")])
+def test_output_that_has_no_room_is_one_error(verb: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [COMMAND, *verb], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "moetier: error: cannot write: No space left on device; make room where the output goes"
+    ]
+
+
+@pytest.mark.parametrize("verb", [("version",), ("plan", "--models"), ("bench", "list")])
+def test_a_reader_that_has_enough_is_no_error(verb: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([COMMAND, *verb], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_identity_of_every_path(store: Path) -> None:
     report = run_json("identity", "--store", store, "--calls", "60")
     assert (report["calls"], report["differ"], report["first"]) == (60, 0, None)

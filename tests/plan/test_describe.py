@@ -59,7 +59,9 @@ def test_what_is_said_is_taken():
     assert found.disk_bytes == 2e12
 
 
-@pytest.mark.parametrize("words", [{"memory": "8xSDRAM"}, {"memory": "0xDDR5"}, {"pcie": "9x16"}, {"pcie": "5x3"}])
+@pytest.mark.parametrize(
+    "words", [{"memory": "8xSDRAM"}, {"memory": "0xDDR5"}, {"memory": "8xDDR5-000"}, {"pcie": "9x16"}, {"pcie": "5x3"}]
+)
 def test_words_that_are_not_understood(words):
     with pytest.raises(SettingsError):
         describe("1x32GB", "64GB", **words)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }
 PROBE_OF = {"ttft": "prefill", "spec": "coding"}
 """Probes whose cells begin with another word."""
+BEGINS = b'{"key":"'
+"""Every line of a state, also one that was cut off."""
 Values = dict[str, Any]
 
 
@@ -149,9 +154,19 @@ def sweep(
 
     bound_to: what else a trial depends on, such as the commit and the machine.
     """
+    with _held(state):
+        return list(_missing_measured(trials, suite, state, measure, bound_to, say))
+
+
+def _missing_measured(
+    trials: Sequence[tuple[Values, Recipe]],
+    suite: Suite,
+    state: Path,
+    measure: Callable[[Recipe, Suite], Measured],
+    bound_to: str,
+    say: Callable[[str], None],
+) -> Iterator[Trial]:
     done = {trial.key: trial for trial in read_state(state)}
-    _append(state, "")  # before anything is measured: whether it can be written
-    found = []
     for number, (values, recipe) in enumerate(trials, 1):
         key = sha256_of([recipe.model_dump(mode="json"), suite.model_dump(mode="json"), bound_to])
         if key not in done:
@@ -160,8 +175,24 @@ def sweep(
             trial = Trial(key=key, values=values, cells=cells, failure=failure, others=others)
             _append(state, trial.model_dump_json() + "\n")
             done[key] = trial
-        found.append(done[key])
-    return found
+        yield done[key]
+
+
+@contextmanager
+def _held(state: Path) -> Iterator[None]:
+    """Before anything is measured: whether the file can be written, and that no other sweep is at it."""
+    if state.exists() and not state.is_file():
+        raise BenchError(f"{state} is no file; name another --state")
+    try:
+        with state.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError:
+        raise BenchError(f"another sweep is writing {state}; wait for it, or name another --state") from None
+    except OSError as error:
+        if error.filename != str(state):
+            raise
+        raise BenchError(f"{state} cannot be written: {error.strerror}; name another --state") from error
 
 
 def _append(state: Path, line: str) -> None:
@@ -173,18 +204,20 @@ def _append(state: Path, line: str) -> None:
 
 
 def read_state(state: Path) -> list[Trial]:
-    """Trials of earlier runs; a last line that was cut off by a kill is left out, and removed."""
-    if not state.exists():
-        return []
-    if not state.is_file():
-        raise BenchError(f"{state} is no file; name another --state")
-    lines = state.read_bytes().split(b"\n")
-    if lines[-1]:
-        state.write_bytes(b"\n".join([*lines[:-1], b""]))
+    """Trials of earlier runs; a last line that was cut off by a kill is left out, and removed.
+
+    Only from what is a state of a sweep, and without writing the rest again: another file, or a full disk, loses none.
+    """
+    *lines, cut = state.read_bytes().split(b"\n")
     try:
-        return [Trial.model_validate_json(line) for line in lines[:-1] if line]
+        trials = [Trial.model_validate_json(line) for line in lines if line]
     except ValidationError as error:
         raise BenchError(f"{state} is no state of a sweep ({error.error_count()} errors); name another file") from None
+    if cut and not (cut.startswith(BEGINS) or BEGINS.startswith(cut)):
+        raise BenchError(f"{state} is no state of a sweep: found {cut[:40]!r} at its end; name another file")
+    if cut:
+        os.truncate(state, state.stat().st_size - len(cut))
+    return trials
 
 
 def ranked(trials: Sequence[Trial], objective: str, constraints: Sequence[Constraint]) -> list[Trial]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 
 import typer
@@ -32,6 +34,9 @@ app.command("prove", context_settings={"allow_extra_args": True})(prove.prove)
 app.command("version")(version.version)
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def main() -> None:
     """Entry point of the console script."""
     if sys.stdout is None:
@@ -39,11 +44,21 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that the locale cannot write stops no command
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except MoetierError as error:
         print(f"moetier: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # whoever read us has enough
+        _silence()
+        sys.exit(1)
     except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            print(f"moetier: error: cannot write: {error.strerror}; make room where the output goes", file=sys.stderr)
+            _silence()
+            sys.exit(MoetierError.exit_code)
         if error.filename is None:
             raise
         print(
@@ -51,3 +66,8 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(MoetierError.exit_code)
+
+
+def _silence() -> None:
+    """What is left in the buffer of standard output cannot be written: nothing more is said of it at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

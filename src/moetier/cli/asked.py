@@ -104,6 +104,8 @@ class Asked:
     def draft(self) -> Draft | None:
         """Speculation; SettingsError where more comes out of a step than goes in."""
         if self.draft_tokens is None:
+            if self.accepted != 1:
+                raise SettingsError(f"--accepted {self.accepted:g} is of speculation: say --draft-tokens too")
             return None
         if self.accepted > self.draft_tokens + 1:
             most = self.draft_tokens + 1

@@ -46,7 +46,7 @@ def serve(
     values: dict[str, Any] = {"store": store or model.resolve().with_name(f"{model.resolve().name}-store")}
     values |= {"identity_check": identity_check, "record_trace": record}
     values |= {} if dram_records is None else {"dram_records": dram_records}
-    values |= {} if slots is None else {"slots": int(slots) if slots.isdecimal() else slots}
+    values |= {} if slots is None else {"slots": slots}
     values |= _assignments(setting or [])
     settings = Settings.parse(values)
     check_cpus(settings)

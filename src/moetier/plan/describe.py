@@ -9,6 +9,7 @@ from moetier.doctor.facts import Disk, DiskRate, DramRate, Gpu, GpuRate, Machine
 from moetier.errors import SettingsError
 from moetier.plan.cards import BY_SIZE, CARDS
 from moetier.plan.hardware import GIB, described_cpu, described_memory, dram_by_channels
+from moetier.vllm_arguments import NUMBER
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
@@ -43,7 +44,7 @@ def gpus(text: str, pcie: str | None = None) -> tuple[Gpu, ...]:
     if text.strip().lower() in ("0", "none"):
         return ()
     count, times, what = text.strip().partition("x")
-    if not times or not count.isdecimal() or not 1 <= int(count) <= MOST_GPUS:
+    if not times or not NUMBER.fullmatch(count) or not 1 <= int(count) <= MOST_GPUS:
         raise SettingsError(f"--gpus {text!r}: expected such as 4x32GB, 1xRTX5090, or none")
     name, memory, capability = _gpu(what)
     generation, width = _pcie(pcie) if pcie else (None, None)

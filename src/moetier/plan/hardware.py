@@ -174,7 +174,7 @@ def _cpu_rate(rates: Rates, dram: Known, record: RecordLayout | None) -> tuple[K
 
 def dram_by_channels(text: str, assumed: bool = False) -> Known:
     """8xDDR5-4800: channels of 8 bytes a transfer."""
-    match = re.fullmatch(r"(\d{1,2})x(DDR[345])(?:-(\d{3,5}))?", text.upper().replace("X", "x"))
+    match = re.fullmatch(r"(\d{1,2})x(DDR[345])(?:-([1-9]\d{2,4}))?", text.upper().replace("X", "x"))
     if match is None or not int(match[1]):
         raise SettingsError(f"memory {text!r}: expected channels such as 8xDDR5-4800, or a rate such as 250GB/s")
     speed = int(match[3] or DDR[match[2]])

@@ -18,7 +18,7 @@ from moetier.plan.hardware import GIB, hardware_of
 from moetier.plan.headers import read_folder
 from moetier.plan.placement import Wanted, place
 from moetier.plan.planner import Plan, Question, make_plan
-from moetier.vllm_arguments import BATCHED, LENGTH, has, number_of
+from moetier.vllm_arguments import BATCHED, LENGTH, NUMBER, has, number_of
 
 CONTEXT = 32768
 """Tokens that a plan makes room for, where vLLM's arguments do not say; no more than the model has."""
@@ -163,7 +163,7 @@ def records_of(text: str | None, experts: int) -> int | None:
             share = -1.0
         if 0 <= share <= 100:
             return int(experts * share / 100)
-    elif text.isdecimal():
+    elif NUMBER.fullmatch(text):
         return int(text)
     raise SettingsError(f"--dram-records {text!r}: expected a number, a share such as 25%, or auto")
 
@@ -171,6 +171,6 @@ def records_of(text: str | None, experts: int) -> int | None:
 def _number(text: str | None, name: str) -> int | None:
     if text is None or text == "auto":
         return None
-    if not text.isdecimal():
+    if not NUMBER.fullmatch(text):
         raise SettingsError(f"{name} {text!r}: expected a number or auto")
     return int(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moetier.errors import SettingsError
 from moetier.settings import Settings
-from moetier.vllm_arguments import SIZES, has, value_of
+from moetier.vllm_arguments import SIZES, has, number_of, value_of
 
 GIB = 2**30
 SMALL_MACHINE = 4
@@ -129,9 +129,10 @@ def tensor_parallel_size(extra: Sequence[str]) -> int:
     found = value_of(extra, "-tp", "--tensor-parallel-size")
     if found is None:
         return 1
-    if not (found.isdecimal() and int(found)):
-        raise SettingsError(f"--tensor-parallel-size: expected a number of ranks, found {found!r}")
-    return int(found)
+    ranks = number_of(extra, "-tp", "--tensor-parallel-size")
+    if ranks is None:
+        raise SettingsError(f"--tensor-parallel-size: expected a number of ranks, found {found[:60]!r}")
+    return ranks
 
 
 def url_from_here(request: ServeRequest) -> str:

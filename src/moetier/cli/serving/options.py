@@ -36,7 +36,7 @@ KvCacheGib = Annotated[
     float | None,
     typer.Option(min=0.01, max=1e6, help="GiB of KV cache, on a GPU beside --slots (default: planned, 1 at least)."),
 ]
-DrainSeconds = Annotated[int, typer.Option(min=0, help="Time for requests in flight after Ctrl-C.")]
+DrainSeconds = Annotated[int, typer.Option(min=0, max=86_400, help="Time for requests in flight after Ctrl-C.")]
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
 ]
