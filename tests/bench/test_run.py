@@ -173,6 +173,16 @@ def bench(*arguments: str, code: int) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("loop", [True, False], ids=["a loop of links", "a folder"])
+def test_lint_goes_on_after_a_document_that_cannot_be_read(tmp_path: Path, loop: bool) -> None:
+    folder = tmp_path / "recipes" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "a.yaml").symlink_to("a.yaml") if loop else (folder / "a.yaml").mkdir()
+    (folder / "b.yaml").write_text("[]")
+    found = list(Library(tmp_path).lint())
+    assert [("a.yaml cannot be read" in line, "b.yaml" in line) for line in found] == [(True, False), (False, True)]
+
+
 def test_every_document_is_right() -> None:
     assert "none is wrong" in bench("lint", code=0)
 

@@ -178,6 +178,8 @@ def read_document(path: Path, kind: type[Document]) -> Document:
         raw = yaml.load(read_small(path, LARGEST), Loader=_UniqueKeys)  # noqa: S506 (a SafeLoader)
     except FileNotFoundError:
         raise BenchError(f"{path} is not there; `moetier bench list` shows what is") from None
+    except OSError as error:
+        raise BenchError(f"{path} cannot be read: {error.strerror}; correct or remove it") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, StoreError, ValueError) as error:
         raise BenchError(f"{path}: expected YAML, found {' '.join(str(error).split())}") from None
     document: Document = _validated(kind, raw, str(path))

@@ -94,7 +94,7 @@ def value_of(text: str) -> Any:
     """JSON where it is, else text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
