@@ -12,6 +12,7 @@ from moetier.bench.check import check_folder, imported_name
 from moetier.bench.plots import plots_of
 from moetier.bench.result import Result
 from moetier.bench.samples import Cell
+from moetier.store.files import write_output
 
 BEGIN = "<!-- results: written by `moetier bench render` -->"
 END = "<!-- end of results -->"
@@ -55,7 +56,7 @@ def write(files: dict[Path, str]) -> list[Path]:
     changed = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(files[path])
+        write_output(path, files[path])
     return changed
 
 

@@ -20,6 +20,7 @@ from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import hardware_of
 from moetier.plan.planner import Question, make_plan, to_json
 from moetier.plan.plot import plan_svg
+from moetier.store.files import write_output
 
 UNFIT = 1
 """Exit code where the settings do not fit."""
@@ -117,6 +118,6 @@ def _print(lines: Iterable[str]) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        write_output(path, text)
     except OSError as error:
         raise SettingsError(f"{path} cannot be written ({error.strerror}); name another file") from error

@@ -21,6 +21,7 @@ from moetier.stack.relock import Update, record_image, relock
 from moetier.stack.upstream import advice, document, statuses
 from moetier.stack.verify import verify as verify_all
 from moetier.stack.workspace import Workspace, default_cache
+from moetier.store.files import write_output
 
 app = typer.Typer(help="A pinned serving stack with carried patches.", no_args_is_help=True)
 console = Console(stderr=True)
@@ -158,7 +159,7 @@ def status(
     if doc is None and against == "all":
         doc = space.folder / ".." / "docs" / "upstream.md"
     if doc is not None:
-        doc.resolve().write_text(document(space, found))
+        write_output(doc, document(space, found))
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found]))
         return

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from moetier.errors import StoreError
 from moetier.eval import EvalError
 from moetier.eval.items import MAX_BYTES
-from moetier.store.files import read_small
+from moetier.store.files import read_small, write_output
 
 FORMAT = 1
 
@@ -129,7 +129,7 @@ class Report:
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(state, indent=1) + "\n")
+            write_output(path, json.dumps(state, indent=1) + "\n")
         except OSError as error:
             raise EvalError(f"{path} cannot be written: {error.strerror}; name another file with --out") from error
 

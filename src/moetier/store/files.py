@@ -81,12 +81,24 @@ def write_durably(path: Path, data: bytes, mark: str = "") -> None:
     aside = path.with_name(f"{path.name}{mark}.tmp")
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        write_all(fd, memoryview(data), 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    aside.rename(path)
+        try:
+            write_all(fd, memoryview(data), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that a user named: whole, or it stays as it was. What is no regular file is written to in place."""
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+    else:
+        write_durably(path.resolve(), text.encode())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from moetier.bench import BenchError
 from moetier.cli.bench.common import HERE, Json, Root, findings, wanted
+from moetier.store.files import write_output
 
 
 def list_documents(root: Root = HERE, as_json: Json = False) -> None:
@@ -88,5 +89,5 @@ def machine(
     if path.exists():
         raise BenchError(f"{path} is there already; name the machine otherwise, or remove the file")
     values = document.model_dump(mode="json", exclude_none=True)
-    path.write_text(yaml.safe_dump(values, sort_keys=False, width=120, default_flow_style=None))
+    write_output(path, yaml.safe_dump(values, sort_keys=False, width=120, default_flow_style=None))
     typer.echo(f"{path}: hardware {document.identity}")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from moetier.bench import BenchError
 from moetier.cli.bench.common import HERE, Json, Root, findings, wanted
+from moetier.store.files import write_output
 
 
 def check(
@@ -95,7 +96,7 @@ def report(
     found, wrong = check_file(result)
     if found is None or wrong:
         raise BenchError("; ".join(wrong))
-    out.write_text(page(found))
+    write_output(out, page(found))
 
 
 def import_file(
