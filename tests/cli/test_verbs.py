@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moetier.serve.launcher import runs_on_cpu
 from moetier.store.build import build_store
 from moetier.store.store import Store
 from tests.store.checkpoints import write_checkpoint
@@ -203,3 +204,11 @@ def test_a_host_that_is_no_name_is_a_clear_error(store: Path) -> None:
     error = run("serve", model, "--store", store, "--host", "ü..x", "--api-key", "k", port, code=2)
     assert "cannot listen on ü..x:1" in error
     assert "less than or equal" in run("serve", model, "--store", store, "--kv-cache-gib", "inf", port, code=2)
+
+
+@pytest.mark.skipif(not runs_on_cpu(), reason="vLLM computes on a GPU here")
+@pytest.mark.parametrize("slots", ["2", "auto"])
+def test_slots_without_a_gpu_are_refused_before_anything_starts(store: Path, slots: str) -> None:
+    error = run("serve", store.with_name("model"), "--store", store, "--slots", slots, "--port=1", code=2)
+    assert f"slots: found {slots}" in error
+    assert "leave --slots out" in error

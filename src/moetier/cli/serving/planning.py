@@ -29,6 +29,11 @@ def request_of(
     on_cpu = launcher.runs_on_cpu()
     planned, notes = _plan(asked.model, Given.of(values, asked.extra, reserve, context_of), on_cpu)
     settings = Settings.parse({**(planned.settings if planned else {}), **values})
+    if on_cpu and settings.slots:
+        raise SettingsError(
+            f"slots: found {settings.slots}, but this vLLM computes on the CPU, where there are none; "
+            "leave --slots out, or install vLLM's CUDA build on a machine with a GPU"
+        )
     request = replace(
         asked,
         settings=settings,
