@@ -77,3 +77,8 @@ def test_pictures_of_results() -> None:
     assert {"steps", "hits"} <= plots_of([result()]).keys()
     assert not {"steps", "hits"} & plots_of([made()]).keys()
     assert REST in plots_of([result()])["steps"]
+
+
+def test_counters_beyond_all_measure_make_no_step() -> None:
+    whole = result().model_copy(update={"counters_after": {STEPS: 1e-300, CALLS: 1e308}})
+    assert steps_of(whole) == []

@@ -43,7 +43,8 @@ def steps_of(result: Result) -> list[Step]:
     enter as time a layer call, times the layers: the whole run's calls a step.
     """
     grown = growth(result.counters_before, result.counters_after)
-    layers = round(grown.get(CALLS, 0.0) / grown[STEPS]) if grown.get(STEPS) else 0
+    calls_a_step = grown.get(CALLS, 0.0) / grown[STEPS] if grown.get(STEPS) else 0.0
+    layers = round(calls_a_step) if math.isfinite(calls_a_step) else 0
     decode = [section.raw.trials for section in result.sections if section.probe.probe == "decode"]
     levels: dict[int, list[Trial]] = {}
     for trial in decode[0] if decode and layers else ():
@@ -66,7 +67,7 @@ def _step(level: int, trials: Sequence[Trial], layers: int, hybrid: bool) -> Ste
     # With device slots the CPU computes while the device does: only what the device waits for is the step's.
     parts = {WAITING_CPU: waits} if hybrid else {COMPUTED: computes, WAITING_DISK: waits}
     rest = whole - math.fsum(parts.values())
-    return Step(level, {**parts, REST: rest}) if rest >= 0 else None
+    return Step(level, {**parts, REST: rest}) if 0 <= rest < math.inf else None
 
 
 def steps_plot(title: str, series: Mapping[str, Sequence[Step]]) -> str | None:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -205,7 +206,8 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = sorted({str(key) for key in keys if keys.count(key) > 1})
+        counts = Counter(key for key in keys if isinstance(key, Hashable))  # the others are refused below
+        twice = sorted(str(key) for key, times in counts.items() if times > 1)
         if twice:
             raise yaml.YAMLError(f"line {node.start_mark.line + 1}: the key {', '.join(twice)} occurs twice")
         return dict(super().construct_mapping(node, deep=True))
