@@ -41,6 +41,13 @@ def test_cuda_prefill(gate: ModuleType, target: str) -> None:
     check(gate, list(gate.cuda_kernels(target, ("prefill",))))
 
 
+def test_compiling_leaves_python_s_own_bytes_alone(gate: ModuleType) -> None:
+    """An empty log is one byte, and the one-byte object of a space is the same in the whole process."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
+    gate.nvrtc.compile_source("decode.cu", gate.cuda_decode.few_macros(gate.SIZES), "sm_90a")
+    assert list(b" ") == [32]
+
+
 def test_multiplications_overlap_with_stages_of_3_blocks_too(gate: ModuleType) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
     sizes = gate.Sizes(gate.LayerGeometry(5120, 2304, 256, 6), gate.SIZES.family)

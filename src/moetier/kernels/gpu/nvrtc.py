@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -60,15 +60,20 @@ def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> t
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
     options += [f"-D{name}={value}" for name, value in macros.items()]
     status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    log = b" " * _ok(nvrtc.nvrtcGetProgramLogSize(program), "reading NVRTC's log")
-    nvrtc.nvrtcGetProgramLog(program, log)
+    log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
     _ok(status, f"compiling {source} for {arch}", log.decode(errors="replace"))
-    cubin = b" " * _ok(nvrtc.nvrtcGetCUBINSize(program), "reading NVRTC's output")
-    _ok(nvrtc.nvrtcGetCUBIN(program, cubin), "reading NVRTC's output")
-    ptx = b" " * _ok(nvrtc.nvrtcGetPTXSize(program), "reading NVRTC's PTX")
-    _ok(nvrtc.nvrtcGetPTX(program, ptx), "reading NVRTC's PTX")
+    cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
     nvrtc.nvrtcDestroyProgram(program)
     return cubin, ptx.decode()
+
+
+def _read(size_of: Callable[..., Any], write_into: Callable[..., Any], program: Any) -> bytes:
+    """What NVRTC writes into bytes of ours: never into a single one (an empty log), which Python shares among all."""
+    size = _ok(size_of(program), "reading NVRTC's output")
+    room: bytes = b" " * (size + 2)
+    _ok(write_into(program, room), "reading NVRTC's output")
+    return room[:size]
 
 
 def cache_folder() -> Path:
