@@ -7,6 +7,7 @@
 #include <sys/auxv.h>
 
 #include "cpu/elementwise.h"
+#include "cpu/prefetch.h"
 
 #ifndef HWCAP_ASIMDDP
 #define HWCAP_ASIMDDP (1UL << 20)
@@ -17,7 +18,6 @@ namespace {
 
 constexpr std::size_t kGroup = 4;    // rows of activations that share a pass over the weights
 constexpr std::size_t kQuarters = 4; // registers of 4 rows in a tile
-constexpr std::size_t kAhead = 32;   // blocks (of 256 bytes) by which prefetching leads reading
 
 // w of 4 rows: even k of word j in w[j], odd k in w[4 + j].
 [[gnu::always_inline]] inline void unpack(const std::uint8_t *codes, int8x16_t *w) {
@@ -72,14 +72,6 @@ constexpr std::size_t kAhead = 32;   // blocks (of 256 bytes) by which prefetchi
   out[1] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low)));
   out[2] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high)));
   out[3] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)));
-}
-
-[[gnu::always_inline]] inline void prefetch_codes(const StripJob &job, std::size_t b) {
-  const std::size_t at = b + kAhead;
-  const std::size_t blocks = 2 * job.blocks;
-  const std::uint8_t *codes =
-      at < blocks ? job.strip.codes + at * kTileCodes : job.next.codes + (at - blocks) * kTileCodes;
-  for (std::size_t line = 0; line < kTileCodes; line += 64) __builtin_prefetch(codes + line, 0, 2);
 }
 
 template <std::size_t Count>

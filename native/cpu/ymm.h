@@ -11,12 +11,12 @@
 #include <immintrin.h>
 
 #include "cpu/elementwise.h"
+#include "cpu/prefetch.h"
 
 namespace moetier {
 namespace {
 
 constexpr std::size_t kGroup = 4;    // rows of activations that share a pass over the weights
-constexpr std::size_t kAhead = 32;   // blocks (of 256 bytes) by which prefetching leads reading
 constexpr std::size_t kHalfRows = 8; // rows that a register holds
 
 [[gnu::always_inline]] inline __m256i word(const std::int8_t *q) {
@@ -60,20 +60,6 @@ template <bool Checked>
     power = _mm256_blendv_epi8(_mm256_and_si256(power, some), _mm256_set1_epi32(0x7FC00000), over);
   }
   return _mm256_fmadd_ps(_mm256_cvtepi32_ps(d), _mm256_castsi256_ps(power), sum);
-}
-
-// Into the second-level cache: the first level tracks too few misses to keep a core's share of the memory busy, and its
-// own prefetcher brings the lines on from there.
-[[gnu::always_inline]] inline void prefetch(const std::uint8_t *at) {
-  _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_T1);
-}
-
-[[gnu::always_inline]] inline void prefetch_codes(const StripJob &job, std::size_t b) {
-  const std::size_t at = b + kAhead;
-  const std::size_t blocks = 2 * job.blocks;
-  const std::uint8_t *codes =
-      at < blocks ? job.strip.codes + at * kTileCodes : job.next.codes + (at - blocks) * kTileCodes;
-  for (std::size_t line = 0; line < kTileCodes; line += 64) prefetch(codes + line);
 }
 
 // Count rows from the first on, one tile at a time. Dot::block(u, q) sums the products of 8 rows.

@@ -9,11 +9,10 @@
 #include <immintrin.h>
 
 #include "cpu/elementwise.h"
+#include "cpu/prefetch.h"
 
 namespace moetier {
 namespace {
-
-constexpr std::size_t kAhead = 32; // blocks (of 256 bytes) by which prefetching leads reading
 
 [[gnu::always_inline]] inline __m512i word(const std::int8_t *q) {
   std::int32_t value;
@@ -71,21 +70,6 @@ template <bool Checked>
 
 [[gnu::always_inline]] inline __m512 in_row_order(__m512 lanes) {
   return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), lanes);
-}
-
-// Into the second-level cache: the first level tracks too few misses to keep a core's share of the memory busy, and its
-// own prefetcher brings the lines on from there.
-[[gnu::always_inline]] inline void prefetch(const std::uint8_t *at) {
-  _mm_prefetch(reinterpret_cast<const char *>(at), _MM_HINT_T1);
-}
-
-// Fetches codes kAhead blocks before block b of the strip is read, past its end those of the next.
-[[gnu::always_inline]] inline void prefetch_codes(const StripJob &job, std::size_t b) {
-  const std::size_t at = b + kAhead;
-  const std::size_t blocks = 2 * job.blocks;
-  const std::uint8_t *codes =
-      at < blocks ? job.strip.codes + at * kTileCodes : job.next.codes + (at - blocks) * kTileCodes;
-  for (std::size_t line = 0; line < kTileCodes; line += 64) prefetch(codes + line);
 }
 
 } // namespace
