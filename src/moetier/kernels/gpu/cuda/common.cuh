@@ -174,3 +174,24 @@ __device__ __forceinline__ void let_next_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// A record's slices, by the pairwise tree.
+__device__ __forceinline__ float join(float (&slice)[SLICES]) {
+#pragma unroll
+  for (int width = SLICES; width > 1; width /= 2)
+#pragma unroll
+    for (int l = 0; l < width / 2; l++) slice[l] = __fadd_rn(slice[2 * l], slice[2 * l + 1]);
+  return slice[0];
+}
+
+// One row's answer from its chains' sums, 16 values apart: segments in order, then slices.
+template <int SEGMENTS> __device__ __forceinline__ float whole_row(const float *parts) {
+  float slice[SLICES];
+#pragma unroll
+  for (int l = 0; l < SLICES; l++) {
+    slice[l] = parts[l * SEGMENTS * 16];
+#pragma unroll
+    for (int s = 1; s < SEGMENTS; s++) slice[l] = __fadd_rn(slice[l], parts[(l * SEGMENTS + s) * 16]);
+  }
+  return join(slice);
+}

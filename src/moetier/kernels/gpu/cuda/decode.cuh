@@ -375,21 +375,6 @@ __device__ __forceinline__ void down_sums(const Tables &tables, DownRing ring, c
   __syncthreads();
 }
 
-__device__ __forceinline__ float whole_row(const float *parts) {  // segments in order, then slices by the pairwise tree
-  float slice[SLICES];
-#pragma unroll
-  for (int l = 0; l < SLICES; l++) {
-    slice[l] = parts[l * DOWN_SEGMENTS * 16];
-#pragma unroll
-    for (int s = 1; s < DOWN_SEGMENTS; s++) slice[l] = __fadd_rn(slice[l], parts[(l * DOWN_SEGMENTS + s) * 16]);
-  }
-#pragma unroll
-  for (int width = SLICES; width > 1; width /= 2)
-#pragma unroll
-    for (int l = 0; l < width / 2; l++) slice[l] = __fadd_rn(slice[2 * l], slice[2 * l + 1]);
-  return slice[0];
-}
-
 // Rows of y from the partial sums of 16 rows (tile `tile` of HIDDEN), then the tokens' sums. out: bf16 bits [tokens, HIDDEN],
 // or null: then rows float32 [pairs, HIDDEN] of the pairs that have a slot. In a hybrid step the CPU's rows are in `rows`.
 // pairs: of real tokens; the other tokens of `all` pairs come out as zeros.
@@ -399,7 +384,7 @@ __device__ __forceinline__ void combine(const Work &work, float *parts, const fl
   for (int i = threadIdx.x; i < pairs * 16; i += DOWN_WARPS * 32) {
     int p = i / 16, r = i % 16;
     if (work.slot[p] < 0) continue;
-    float y = whole_row(parts + p * CHAINS * 16 + r);
+    float y = whole_row<DOWN_SEGMENTS>(parts + p * CHAINS * 16 + r);
     if (out)
       parts[p * CHAINS * 16 + r] = y;
     else

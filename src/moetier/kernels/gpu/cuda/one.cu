@@ -71,7 +71,7 @@ __device__ __forceinline__ void combine(const Work &work, float *parts, const fl
   for (int i = threadIdx.x; i < tiles * live * ROW_TILE; i += WARPS * 32) {
     const int r = i % ROW_TILE, k = i / ROW_TILE % live, nth = i / ROW_TILE / live;
     float *mine = parts + (nth * live + k) * SUMS<Down> + r;
-    const float y = whole_row(mine);
+    const float y = whole_row<Down::SEGMENTS>(mine);
     if (out)
       *mine = y;
     else

@@ -305,18 +305,3 @@ __device__ __forceinline__ Quantized finish_up(const float *parts, float route_w
   for (int s = 1; s < Up::SEGMENTS; s++) gate = __fadd_rn(gate, parts[s * 64 + lane]), up = __fadd_rn(up, parts[s * 64 + 32 + lane]);
   return quantize(swiglu(gate, up, route_weight));
 }
-
-__device__ __forceinline__ float whole_row(const float *parts) {  // segments in order, then slices by the pairwise tree
-  float slice[SLICES];
-#pragma unroll
-  for (int l = 0; l < SLICES; l++) {
-    slice[l] = parts[l * Down::SEGMENTS * ROW_TILE];
-#pragma unroll
-    for (int s = 1; s < Down::SEGMENTS; s++) slice[l] = __fadd_rn(slice[l], parts[(l * Down::SEGMENTS + s) * ROW_TILE]);
-  }
-#pragma unroll
-  for (int width = SLICES; width > 1; width /= 2)
-#pragma unroll
-    for (int l = 0; l < width / 2; l++) slice[l] = __fadd_rn(slice[2 * l], slice[2 * l + 1]);
-  return slice[0];
-}

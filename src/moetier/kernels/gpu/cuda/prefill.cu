@@ -99,11 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_slices(const float *p
     float slice[SLICES];
 #pragma unroll
     for (int l = 0; l < SLICES; l++) slice[l] = parts[(size_t(l) * pairs + pair) * HIDDEN + n];
-#pragma unroll
-    for (int width = SLICES; width > 1; width /= 2)
-#pragma unroll
-      for (int l = 0; l < width / 2; l++) slice[l] = __fadd_rn(slice[2 * l], slice[2 * l + 1]);
-    rows[pair * HIDDEN + n] = slice[0];
+    rows[pair * HIDDEN + n] = join(slice);
   }
 }
 
