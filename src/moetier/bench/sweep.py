@@ -154,28 +154,18 @@ def sweep(
 
     bound_to: what else a trial depends on, such as the commit and the machine.
     """
+    found = []
     with _held(state):
-        return list(_missing_measured(trials, suite, state, measure, bound_to, say))
-
-
-def _missing_measured(
-    trials: Sequence[tuple[Values, Recipe]],
-    suite: Suite,
-    state: Path,
-    measure: Callable[[Recipe, Suite], Measured],
-    bound_to: str,
-    say: Callable[[str], None],
-) -> Iterator[Trial]:
-    done = {trial.key: trial for trial in read_state(state)}
-    for number, (values, recipe) in enumerate(trials, 1):
-        key = sha256_of([recipe.model_dump(mode="json"), suite.model_dump(mode="json"), bound_to])
-        if key not in done:
-            say(f"{number} of {len(trials)}: {values}")
-            cells, failure, others = measure(recipe, suite)
-            trial = Trial(key=key, values=values, cells=cells, failure=failure, others=others)
-            _append(state, trial.model_dump_json() + "\n")
-            done[key] = trial
-        yield done[key]
+        done = {trial.key: trial for trial in read_state(state)}
+        for number, (values, recipe) in enumerate(trials, 1):
+            key = sha256_of([recipe.model_dump(mode="json"), suite.model_dump(mode="json"), bound_to])
+            if key not in done:
+                say(f"{number} of {len(trials)}: {values}")
+                cells, failure, others = measure(recipe, suite)
+                done[key] = Trial(key=key, values=values, cells=cells, failure=failure, others=others)
+                _append(state, done[key].model_dump_json() + "\n")
+            found.append(done[key])
+    return found
 
 
 @contextmanager
