@@ -126,6 +126,12 @@ def engine(runs: list[dict[str, Any]], environment: dict[str, str] | None = None
     return started.result()
 
 
+def tiered(settings: Mapping[str, Any], graphs: str) -> dict[str, Any]:
+    """Arguments of an engine with moetier's `settings` on a GPU. graphs: a name of GRAPHS."""
+    ours = {"quantization": "moetier", "load_format": "moetier", "worker_cls": WORKER}
+    return {**ours, "additional_config": {"moetier": dict(settings)}, **GRAPHS[graphs]}
+
+
 def prompts_of(model: Path, count: int) -> list[list[int]]:
     """Evaluation prompts as token ids of the model's tokenizer."""
     from tokenizers import Tokenizer

@@ -26,10 +26,13 @@ from typing import Any
 
 import cpus
 import psutil
-from engine import GRAPHS, RESULT, WORKER, Engine, prompts_of
+from engine import RESULT, ROOT, Engine, prompts_of, tiered
 
 from moetier.store.build import build_store
 from moetier.store.store import Store
+
+sys.path.append(str(ROOT))
+from tests.serve.damage import flip_a_bit_of_every_record, zero_the_weights
 
 BEFORE_SECONDS = 1.0
 """Of load before the fault."""
@@ -87,24 +90,14 @@ def kill_a_thread(running: Running) -> None:
 def damage(running: Running) -> None:
     """Flip a bit of every record of the store."""
     with Store.open(running.store) as opened:
-        files = [opened.record_file(layer) for layer in range(len(opened.manifest.layers))]
-        stride = opened.layout.stride
-    for path in files:
-        with path.open("r+b") as file:
-            for start in range(0, path.stat().st_size, stride):
-                file.seek(start + 100)
-                (byte,) = file.read(1)
-                file.seek(start + 100)
-                file.write(bytes([byte ^ 1]))
+        layers = len(opened.manifest.layers)
+    for layer in range(layers):
+        flip_a_bit_of_every_record(running.store, layer)
 
 
 def damage_both(running: Running) -> None:
     """The checkpoint's weights too, so that nothing can be healed."""
-    for shard in running.model.glob("*.safetensors"):
-        size = shard.stat().st_size
-        with shard.open("r+b") as file:
-            file.truncate(8 + int.from_bytes(file.read(8), "little"))
-            file.truncate(size)
+    zero_the_weights(running.model)
     damage(running)
 
 
@@ -152,11 +145,7 @@ def run(fault: Fault, arguments: argparse.Namespace, folder: Path) -> dict[str, 
         max_model_len=1024,
         max_num_seqs=16,
         gpu_memory_utilization=0.02,
-        quantization="moetier",
-        load_format="moetier",
-        worker_cls=WORKER,
-        additional_config={"moetier": settings},
-        **GRAPHS["decode"],
+        **tiered(settings, "decode"),
     )
     begun = time.monotonic()
     engine.go()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from engine import GRAPHS, WORKER, engine, prompts_of
+from engine import engine, prompts_of, tiered
 
 from moetier.formats import RecordLayout
 from moetier.kernels import oracle
@@ -101,11 +101,7 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
                 max_model_len=1024,
                 max_num_seqs=64,
                 gpu_memory_utilization=0.02,
-                quantization="moetier",
-                load_format="moetier",
-                worker_cls=WORKER,
-                additional_config={"moetier": {**common, "counters_folder": counters, **settings}},
-                **GRAPHS[bed.arguments.graphs],
+                **tiered({**common, "counters_folder": counters, **settings}, bed.arguments.graphs),
             )
             return found, read_snapshots(Path(counters))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import cpus
 import qwen3
-from engine import GRAPHS, WORKER, Engine
+from engine import Engine, tiered
 
 from moetier.store.build import build_store
 
@@ -43,11 +43,7 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
             max_num_seqs=32,
             max_num_batched_tokens=PREFILL_TOKENS,
             gpu_memory_utilization=0.05,
-            quantization="moetier",
-            load_format="moetier",
-            worker_cls=WORKER,
-            additional_config={"moetier": settings},
-            **GRAPHS[arguments.graphs],
+            **tiered(settings, arguments.graphs),
         )
     try:
         for started in engines.values():

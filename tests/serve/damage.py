@@ -21,8 +21,10 @@ def flip_a_bit_of_every_record(store: Path, layer: int) -> None:
 
 def zero_the_weights(model: Path) -> None:
     """What lies behind the header; so it is still the same checkpoint by its identity."""
-    (shard,) = model.glob("*.safetensors")
-    size = shard.stat().st_size
-    with shard.open("r+b") as file:
-        file.truncate(8 + int.from_bytes(file.read(8), "little"))
-        file.truncate(size)
+    shards = list(model.glob("*.safetensors"))
+    assert shards
+    for shard in shards:
+        size = shard.stat().st_size
+        with shard.open("r+b") as file:
+            file.truncate(8 + int.from_bytes(file.read(8), "little"))
+            file.truncate(size)
