@@ -12,13 +12,7 @@ from moetier.formats import Family, LayerGeometry, RecordLayout  # noqa: E402
 from moetier.kernels import oracle  # noqa: E402
 from moetier.kernels.gpu import nvrtc  # noqa: E402
 from moetier.kernels.gpu.base import Call, Sizes  # noqa: E402
-from moetier.kernels.gpu.cuda_decode import (  # noqa: E402
-    NOT_HYBRID,
-    Activations,
-    FewTokens,
-    HybridArguments,
-    OneToken,
-)
+from moetier.kernels.gpu.cuda_decode import NOT_HYBRID, Activations, FewTokens, OneToken  # noqa: E402
 from tests.gpu.emulated.emulation import MULTIPROCESSORS, SHARED_BYTES_A_BLOCK, Emulation  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not shutil.which("c++"), reason="compiles the kernels with the C++ compiler")
@@ -88,14 +82,14 @@ class Case:
                 x, self.ids.numpy(), self.weights.numpy(), matrices, g.experts, self.family, g.slices
             )
 
-    def one(self, box_tokens: int = 0) -> OneToken:
-        one = OneToken.fitting(self.sizes, CPU, box_tokens)
+    def one(self) -> OneToken:
+        one = OneToken.fitting(self.sizes, CPU, 0)
         assert one
         return one
 
-    def run(self, kernels: OneToken | FewTokens, hybrid: HybridArguments = NOT_HYBRID) -> np.ndarray:
+    def run(self, kernels: OneToken | FewTokens) -> np.ndarray:
         out = torch.full_like(self.x, 7.0)
-        kernels.run(self.call(), out, Activations.of(self.sizes, self.tokens, CPU), hybrid)
+        kernels.run(self.call(), out, Activations.of(self.sizes, self.tokens, CPU), NOT_HYBRID)
         return out.view(torch.int16).numpy().view(np.uint16)
 
 
@@ -148,36 +142,3 @@ def test_a_missing_slot_makes_the_token_nan_and_its_row_stays() -> None:
     every[0, 1] = 7.0
     assert torch.equal(case.rows, every)
     assert (case.run(kernels) == 0x7FC0).all()
-
-
-class HybridStep:
-    """What begin_step leaves for the kernels after it: struct Step and struct Box as in hybrid.cuh and box.cuh."""
-
-    def __init__(self, case: Case) -> None:
-        self.live = torch.ones(1, dtype=torch.int32)
-        self.words = torch.zeros(8 + 3 * 64 + case.geometry.experts, dtype=torch.int32)
-        self.table = self.words[8 + 3 * 64 :]
-        self.table.copy_(case.table)
-        self.box, self.counts = torch.zeros(32, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
-
-    def asks_the_cpu(self) -> None:
-        self.words[1], self.words[3], self.box[16] = 5, 1, 5  # awaited, pending, answered
-
-    def arguments(self) -> HybridArguments:
-        return HybridArguments(self.live, self.words, self.box, self.counts, 10**9)
-
-
-@pytest.mark.parametrize("who", ["slots", "streamed", "the CPU", "nobody: padding"])
-def test_hybrid_step_of_one_token(who: str) -> None:
-    case = Case(*SHAPES["8 segments in 4 slices"], tokens=1)
-    expected, step, kernels = case.expected().view(np.uint16), HybridStep(case), case.one(box_tokens=2)
-    if who == "streamed":
-        case.table[case.ids[0, 0]] = -1
-    elif who == "the CPU":
-        kernels.run(case.call(), None, Activations.of(case.sizes, 1, CPU), step.arguments())
-        case.rows[0, 1:] = 7.0
-        case.table[case.ids[0, 0]] = step.table[case.ids[0, 0]] = -1
-        step.asks_the_cpu()
-    elif who == "nobody: padding":
-        step.live[0], expected = 0, np.zeros_like(expected)
-    np.testing.assert_array_equal(case.run(kernels, step.arguments()), expected)

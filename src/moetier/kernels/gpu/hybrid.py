@@ -67,15 +67,16 @@ class Costs:
     cpu_expert: float
     cpu_pair: float
     stream_expert: float
-    dram_expert: float
+    cpu_expert_beside: float
+    """An expert on the CPU while records are streamed, which come out of the same DRAM."""
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        values = [self.cpu_call, self.cpu_expert, self.cpu_pair, self.stream_expert, self.dram_expert]
+        values = [self.cpu_call, self.cpu_expert, self.cpu_pair, self.stream_expert, self.cpu_expert_beside]
         return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 ALL_CPU = Costs(0.0, 0.0, 0.0, 1e12, 0.0)
-ALL_STREAM = Costs(1e12, 1e12, 0.0, 0.0, 0.0)
+ALL_STREAM = Costs(1e12, 1e12, 0.0, 0.0, 1e12)
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,13 @@ class HybridPath:
         must be answered by somebody (native Mailbox), else the device stops after its patience.
         """
         call = Call(x, ids, weights, layer.slot_table, self.slots, self.mail.rows)
-        hybrid = HybridArguments(self.live, self._step, self.mail.box, layer.counts, self._patience_ns)
         decode = self.path.decode_kernels(x.shape[0])
+        hybrid = HybridArguments(
+            self.live, self._step, self.mail.box, layer.counts, self._patience_ns, self._plan(layer)
+        )
         if decode:
-            self._begin(layer, call, quantize=not decode.quantizes)
+            if not decode.begins:
+                self._begin(layer, call, quantize=True)
             decode.run(call, out, self.path.between, hybrid)
             return out
         self._begin(layer, call, quantize=False)
@@ -157,6 +161,10 @@ class HybridPath:
         self.path.prefill(planned)
         self.path.combine_hybrid(planned, self._table, out, self.mail.rows, hybrid)
         return out
+
+    def _plan(self, layer: LayerTables) -> tuple[torch.Tensor | int, ...]:
+        m, where = self.mail, (layer.records, layer.index, self.staging.start, len(self.staging), STREAM_BLOCKS)
+        return (self._record_bytes, *where, self.costs, layer.heat, self._ids, m.ids, m.weights, m.x, m.streamed)
 
     def _begin(self, layer: LayerTables, call: Call, quantize: bool) -> None:
         p, mail = self.path, self.mail

@@ -210,10 +210,8 @@ class HybridModel:
         if not tiers:
             return ALL_CPU
         there = np.concatenate([tier.addresses[tier.addresses != 0] for tier in tiers])
-        first = tiers[0]
         records = [self.layers[0].record_at(int(address)) for address in there[: self.plan.staging]]
-        memory, room = first.arena.all, self.slots[-self.plan.staging :]
-        return measure_costs(self.tiers.kernel, self.tiers.pool, there, memory, records, room)
+        return measure_costs(self.tiers.kernel, there, records, self.slots[-self.plan.staging :])
 
     def _make_refiller(self) -> Refiller:
         tiers, experts = self.tiers, self.tiers.part.geometry.experts

@@ -11,20 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
+from moetier.kernels.cpu import CpuExperts
 from moetier.kernels.gpu.hybrid import ALL_CPU, Costs
 
 WARM, ROUNDS, EXPERTS, PAIRS = 3, 9, 8, 32
 """Calls before the measured ones, which wake the threads; calls that a figure is the median of; experts of a call of
 many, and pairs of each in a call that computes much."""
-READ_BYTES = 1 << 30
 
 
 def measure_costs(
     kernel: CpuExperts,
-    pool: ThreadPool,
     addresses: NDArray[np.uint64],
-    memory: NDArray[np.uint8],
     records: Sequence[torch.Tensor],
     room: torch.Tensor,
 ) -> Costs:
@@ -32,12 +29,10 @@ def measure_costs(
 
     Parameters
     ----------
-    kernel, pool
+    kernel
         What computes misses.
     addresses
         uint64 [N]: where records lie in DRAM, of every layer, so that they are not in a cache.
-    memory
-        Bytes of the same memory, to read through.
     records
         Some of the records as tensors that the device can copy from.
     room
@@ -50,22 +45,28 @@ def measure_costs(
     pairs = max(1, min(PAIRS, kernel.max_tokens * min(kernel.geometry.top_k, experts) // experts))
     rng = np.random.default_rng(0)
 
-    def cpu_ns(count: int, each: int) -> float:
-        call, tables = _call(kernel, count, each), []
+    def cpu_ns(count: int, each: int, streaming: float = 0.0) -> float:
+        """Of a call; streaming: records that are copied meanwhile."""
+        call, times = _call(kernel, count, each), []
         for _ in range(WARM + ROUNDS):
-            tables.append(np.zeros(kernel.geometry.experts, np.uint64))
-            tables[-1][:count] = rng.choice(addresses, count)
-        return statistics.median([_timed(partial(call, table)) for table in tables][WARM:])
+            table = np.zeros(kernel.geometry.experts, np.uint64)
+            table[:count] = rng.choice(addresses, count)
+            _copy(records, room, round(streaming))
+            times.append(_timed(partial(call, table)))
+            torch.cuda.current_stream().synchronize()
+        return statistics.median(times[WARM:])
 
     one, many, busy = cpu_ns(1, 1), cpu_ns(experts, 1), cpu_ns(experts, pairs)
+    stream = _copy_ns(records, room)
+    beside = cpu_ns(experts, 1, streaming=2 * many / stream + 1)
     expert = max((many - one) / (experts - 1), 1.0)
-    read = statistics.median(read_bandwidth(pool, memory[:READ_BYTES]) for _ in range(ROUNDS))
+    call = max(one - expert, 0.0)
     return Costs(
-        cpu_call=max(one - expert, 0.0),
+        cpu_call=call,
         cpu_expert=expert,
         cpu_pair=max((busy - many) / experts + expert, 0.0) / pairs,
-        stream_expert=_copy_ns(records, room),
-        dram_expert=records[0].numel() / read * 1e9,
+        stream_expert=stream,
+        cpu_expert_beside=max((beside - call) / experts, expert),
     )
 
 
@@ -94,12 +95,18 @@ def _copy_ns(records: Sequence[torch.Tensor], room: torch.Tensor) -> float:
     for _ in range(ROUNDS):
         start, end = _event(), _event()
         start.record()
-        for record, slot in zip(records[:count], room, strict=False):
-            slot[: record.numel()].copy_(record, non_blocking=True)
+        _copy(records, room, count)
         end.record()
         end.synchronize()
         times.append(float(start.elapsed_time(end)) * 1e6 / count)
     return statistics.median(times)
+
+
+def _copy(records: Sequence[torch.Tensor], room: torch.Tensor, count: int) -> None:
+    """Have so many records copied."""
+    for number in range(count):
+        record = records[number % len(records)]
+        room[number % room.shape[0], : record.numel()].copy_(record, non_blocking=True)
 
 
 def _event() -> torch.cuda.Event:

@@ -1,5 +1,5 @@
 // Decode of few tokens in three launches: quantize, gate_up, down (which combines too). In a hybrid step begin_step takes
-// the place of quantize (and runs before decode_one, in one.cu, too). `live`: how many tokens are real; `step`, `box`,
+// the place of quantize; it runs before prefill's kernels too. `live`: how many tokens are real; `step`, `box`,
 // `patience`: see hybrid.cuh; all null where the step is not hybrid.
 #include "decode.cuh"
 
@@ -17,6 +17,8 @@ extern "C" __global__ void __launch_bounds__(256) quantize_decode(const u16 *x, 
 }
 
 #if HYBRID_STEP
+constexpr int STEP_THREADS = 256;
+
 // Block 0 plans, the next `streams` blocks stream what it chose, the others quantize (none where blocks is 0).
 extern "C" __global__ void __launch_bounds__(STEP_THREADS)
     begin_step(const u16 *x, s8 *q, Meta *meta, int blocks, const int *ids, const float *weights, int pairs, const int *slot_table,
@@ -27,12 +29,13 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS)
   const int block = blockIdx.x;
   const StepCall call = {x,  ids,    weights, pairs, slot_table, records, layer, staging_first, staging, costs,
                          heat, counts, live, step_ids};
+  __shared__ PlanRoom room;
   if (block == 0)
-    plan_step(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
+    plan_step<STEP_THREADS>(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, streams > 0, room);
   else if (block > streams)
     quantize_blocks(x, q, meta, blocks, (block - 1 - streams) * 8);
-  else if (any_miss(call))
-    stream_records(*step, slots, stride, bytes, block - 1, streams);
+  else if (any_miss<STEP_THREADS>(call))
+    stream_records<STEP_THREADS>(*step, {slots, stride, bytes}, block - 1, streams, streams);
 }
 #endif
 

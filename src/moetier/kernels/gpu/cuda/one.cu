@@ -1,6 +1,6 @@
 // Decode of one token in one launch, of a block a multiprocessor: all blocks must be resident at once, since each waits for
-// the others' h. In a hybrid step begin_step (decode.cu) runs before. `live`: how many tokens are real; `step`, `box`,
-// `patience`: see hybrid.cuh; all null where the step is not hybrid.
+// the others' h. A hybrid step is planned here too. What follows `out` of the parameters: see hybrid.cuh; null where the step
+// is not hybrid.
 #include "one.cuh"
 
 // What is to be done, found by every warp for itself, so that it may start at once: all write the same. slot: of this lane's
@@ -23,6 +23,16 @@ __device__ __forceinline__ void find_work(Work &work, int id, int slot, int lane
   const int pairs = __popc(with_slot), tiles = (ROW_TILES - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
   if (lane == 0) work.pairs = pairs, work.units = pairs * UNITS, work.tiles = tiles, work.items = tiles * pairs * GROUPS<Down>;
   __syncwarp();
+}
+
+// One warp: what plan_step counts of a token whose experts all have slots. id: of this lane's pair, or -1.
+__device__ __forceinline__ void note_hits(int id, u32 *heat, u64 *counts, int lane) {
+  bool first = id >= 0;  // of this expert's pairs
+#pragma unroll
+  for (int i = 0; i < TOP_K; i++) first &= __shfl_sync(~0u, id, i) != id || i >= lane;
+  const int hits = __popc(__ballot_sync(~0u, first));
+  if (id >= 0) atomicAdd(heat + id, 1u);
+  if (lane == 0) tally(counts, CALLS, 1), tally(counts, HITS, hits);
 }
 
 // Eight values of x, a thread's, to q and exponents in shared memory. place: of the eight in x; all lanes of a warp.
@@ -96,15 +106,16 @@ __device__ __forceinline__ void combine(const Work &work, float *parts, const fl
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    decode_one(const u16 *x, const int *ids, const float *route_weights, const int *slot_table, const u8 *slots, size_t stride,
+    decode_one(const u16 *x, const int *ids, const float *route_weights, const int *slot_table, u8 *slots, size_t stride,
                s8 *hq, int *h_exponents, Progress *progress, float *rows, u16 *out, const int *live_tokens, Step *step, Box *box,
-               u64 *counts, u64 patience) {
+               u64 *counts, u64 patience, size_t bytes, const u64 *records, int layer, int staging_first, int staging,
+               int streams, const Costs *costs, u32 *heat, int *step_ids, int *box_ids, float *box_weights, u16 *box_x, int *box_streamed) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ Work work;
   __shared__ __align__(32) u8 zero_block[48];
   const u8 *zeros = zero_block + 16;  // other banks than any activations'
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (!HYBRID) wait_for_previous();
+  wait_for_previous();
   let_next_start();
   __shared__ int table[EXPERTS];
   constexpr int EIGHTS = HIDDEN / 8, MOST = (EIGHTS + WARPS * 32 - 1) / (WARPS * 32);
@@ -119,16 +130,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   if (HYBRID && *live_tokens <= 0) id = -1;
   __syncthreads();
   int slot = id >= 0 && id < EXPERTS ? table[id] : -1;
-  bool missing = false;  // some pair has no slot, or gets one only in this call
-  if (HYBRID) {
-    missing = __any_sync(~0u, id >= 0 && id < EXPERTS && slot < 0);
-    if (missing) {
-      wait_for_previous();
-      if (id >= 0 && id < EXPERTS) slot = __ldcg(step->table + id);
-    }
+  bool pending = false;  // the CPU computes some pair
+  const bool routed = id >= 0 && id < EXPERTS;
+  if (HYBRID && __any_sync(~0u, routed && slot < 0)) {
+    const StepCall call = {x,  ids,    route_weights, TOP_K, slot_table, records, layer, staging_first, staging, costs,
+                           heat, counts, live_tokens, step_ids};
+    pending = plan_together<WARPS * 32>(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, {slots, stride, bytes},
+                                        streams, *(PlanRoom *)shared);
+    if (routed) slot = __ldcg(step->table + id);
+  } else if (HYBRID && blockIdx.x == 0 && warp == 0) {
+    note_hits(routed ? id : -1, heat, counts, lane);
   }
   find_work(work, id, slot, lane);
-  const Slots all_slots = {slots, stride};
+  const SlotWeights all_slots = {slots, stride};
   u8 *ring = shared + warp * DEPTH * STAGE_BYTES, *q = shared + WARPS * DEPTH * STAGE_BYTES;
   int *exponents = (int *)(q + Q_BYTES);
   float *parts = (float *)(q + Q_BYTES + EXPONENT_BYTES);
@@ -175,8 +189,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
                      parts + (item.nth * work.pairs + item.pair) * SUMS<Down>, warp, lane);
   }
   wait_copies<0>();
-  wait_for_previous();
   __syncthreads();
-  if (missing && step->pending) await_answer(*step, box, counts, patience);
+  if (pending) await_answer(*step, box, counts, patience);
   combine(work, parts, route_weights, rows, out);
 }

@@ -48,6 +48,7 @@ constexpr int STAGE_BYTES = larger(Up::STAGE, Down::STAGE) * GROUP_CHAINS * 272;
 // After the rings: activations, first x, then h of every pair; their exponents; sums.
 constexpr int Q_BYTES = larger(Up::INPUTS * PITCH<Up>, TOP_K * Down::INPUTS * PITCH<Down>);
 constexpr int EXPONENT_BYTES = (larger(Up::BLOCKS, TOP_K * UNITS) * 4 + 15) / 16 * 16;
+static_assert(sizeof(PlanRoom) <= WARPS * DEPTH * STAGE_BYTES);  // a plan is made where the rings will be
 static_assert(WARPS % GROUPS<Up> == 0 && Up::STAGE <= 4 && Down::STAGE <= 4 && TOP_K <= 32 && DEPTH >= 2);
 
 struct Progress {  // of all blocks; zero between launches
@@ -90,7 +91,7 @@ struct Item {
 __device__ __forceinline__ int first_unit(int warp) { return blockIdx.x + gridDim.x * (warp / GROUPS<Up>); }
 __device__ __forceinline__ int unit_step() { return gridDim.x * TEAMS; }
 
-struct Slots {
+struct SlotWeights {
   const u8 *records;
   size_t stride;
   template <class P> __device__ __forceinline__ Weights weights(const Work &work, int number, int warp) const {
@@ -120,7 +121,7 @@ struct Stream {  // fills a warp's ring
     codes = weights.codes + (lane < 16 ? 0 : P::codes(1)) + lane % 16 * 16;
     scales = weights.scales + P::scales(lane / P::STAGE) + lane % P::STAGE * 16;
   }
-  __device__ __forceinline__ void begin(const Work &work, const Slots &slots, int warp, int lane) {
+  __device__ __forceinline__ void begin(const Work &work, const SlotWeights &slots, int warp, int lane) {
     if (!down && number >= work.units) down = true, number = warp;
     if (!down)
       begin<Up>(slots.weights<Up>(work, number, warp), lane);
@@ -138,7 +139,7 @@ struct Stream {  // fills a warp's ring
       copy16(stage + P::STAGE * GROUP_CHAINS * 256 + (lane % P::STAGE * GROUP_CHAINS + lane / P::STAGE) * 16, scales);
     codes += P::STAGE * 256, scales += P::STAGE * 16;
   }
-  __device__ __forceinline__ void fill(const Work &work, const Slots &slots, int warp, int lane) {
+  __device__ __forceinline__ void fill(const Work &work, const SlotWeights &slots, int warp, int lane) {
     if (left > 0) {
       if (down)
         copy<Down>(ring + at * STAGE_BYTES, lane);
@@ -251,7 +252,7 @@ __device__ __noinline__ void repair(Weights weights, Inputs inputs, int group, f
 
 // The sums of the next task in the ring to `parts`, while the ring is filled with what comes later.
 template <class P>
-__device__ __forceinline__ void group_sums(const Constants &constants, Stream &stream, const Work &work, const Slots &slots,
+__device__ __forceinline__ void group_sums(const Constants &constants, Stream &stream, const Work &work, const SlotWeights &slots,
                                            const u8 *ring, int &use_at, const Inputs &inputs, const u8 *zeros, int number,
                                            int group, float *parts, int warp, int lane) {
   const int g = lane >> 2, c = lane & 3;
