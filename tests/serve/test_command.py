@@ -54,6 +54,13 @@ def test_settings_reach_the_plugin() -> None:
     assert "--trust-remote-code" not in command
 
 
+def test_the_engine_of_cpu_workers_rests_unless_the_user_names_an_executor() -> None:
+    assert "--distributed-executor-backend" not in arguments(REQUEST, on_cpu=False)
+    command = arguments(replace(REQUEST, extra=("--distributed-executor-backend", "mp")), on_cpu=True)
+    backends = [command[at + 1] for at, word in enumerate(command) if word == "--distributed-executor-backend"]
+    assert backends == ["moetier.serve.vllm.executor.RestingExecutor", "mp"]
+
+
 def test_kv_cache_of_a_gpu_is_vllms() -> None:
     assert "--kv-cache-memory-bytes" in arguments(REQUEST, on_cpu=True)
     assert "--kv-cache-memory-bytes" not in arguments(REQUEST, on_cpu=False)

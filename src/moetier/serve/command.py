@@ -21,6 +21,7 @@ SMALL_MACHINE = 4
 
 CPU_WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
 GPU_WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
+CPU_EXECUTOR = "moetier.serve.vllm.executor.RestingExecutor"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
         *("--shutdown-timeout", str(request.drain_seconds)),
         *("--worker-cls", CPU_WORKER if on_cpu else GPU_WORKER),
     ]
+    if on_cpu:
+        command += ["--distributed-executor-backend", CPU_EXECUTOR]
     if on_cpu or request.settings.slots:
         command += ["--kv-cache-memory-bytes", str(int(request.kv_cache_gib * GIB))]
     if not request.settings.slots:

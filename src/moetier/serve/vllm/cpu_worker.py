@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from moetier.serve.vllm.resting import rest_while_waiting
 from moetier.serve.vllm.steps import StepAware
 
 
 class MoetierCpuWorker(StepAware, CPUWorker):
-    """See `StepAware`."""
+    """See `StepAware`; and its process rests between steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        rest_while_waiting()
+        super().__init__(*args, **kwargs)
