@@ -2,6 +2,7 @@
 // activations.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -31,6 +32,10 @@ struct ExponentRange {
   std::int8_t lo;
   std::int8_t hi;
 };
+inline void widen(ExponentRange &range, ExponentRange by) {
+  range.lo = std::min(range.lo, by.lo);
+  range.hi = std::max(range.hi, by.hi);
+}
 
 // S, the largest power of two <= 8 that divides the number of blocks.
 constexpr std::size_t segments(std::size_t blocks) {

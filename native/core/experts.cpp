@@ -41,6 +41,8 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
   const auto take = [&] {
     x_ = arena_.take<ActBlock>(shape.max_tokens * x_blocks_);
     x_range_ = arena_.take<ExponentRange>(shape.max_tokens);
+    piece_range_ = arena_.take<ExponentRange>(shape.max_tokens * kMostPieces);
+    pieces_left_ = arena_.take<std::atomic<std::int32_t>>(shape.max_tokens);
     h_ = arena_.take<ActBlock>(pairs * shape.slices * h_blocks_);
     wide_h_ = arena_.take<std::uint16_t>(kernels_.widen == nullptr ? 0 : pairs * wide_stride(shape.slices * h_blocks_));
     h_lo_ = arena_.take<std::atomic<std::int8_t>>(pairs * shape.slices);
@@ -118,6 +120,11 @@ void Experts::route(const StepInput &input, Held held) {
   open_ = false;
   rows_ = nullptr;
   tokens_ = input.tokens;
+  pieces_ = std::clamp<std::size_t>(static_cast<std::size_t>(pool_.threads()) / std::max<std::size_t>(tokens_, 1), 1,
+                                    std::min(kMostPieces, x_blocks_));
+  for (std::size_t token = 0; token < tokens_; ++token) {
+    pieces_left_[token].store(static_cast<std::int32_t>(pieces_), std::memory_order_relaxed);
+  }
   next_down_ = 0;
   bad_rows_ = 0;
   if (input.ids32 != nullptr) {
@@ -127,11 +134,25 @@ void Experts::route(const StepInput &input, Held held) {
   }
 }
 
-void Experts::quantize_row(const StepInput &input, std::size_t token) {
-  ActBlock *out = x_ + token * x_blocks_;
-  const std::size_t start = token * shape_.hidden;
-  x_range_[token] = input.x_bf16 != nullptr ? kernels_.quantize_bf16(input.x_bf16 + start, x_blocks_, out)
-                                            : kernels_.quantize_f32(input.x_f32 + start, x_blocks_, out);
+ExponentRange Experts::quantize(const StepInput &input, std::size_t token, Run blocks) {
+  ActBlock *out = x_ + token * x_blocks_ + blocks.begin;
+  const std::size_t start = token * shape_.hidden + blocks.begin * kBlock;
+  const std::size_t count = blocks.end - blocks.begin;
+  return input.x_bf16 != nullptr ? kernels_.quantize_bf16(input.x_bf16 + start, count, out)
+                                 : kernels_.quantize_f32(input.x_f32 + start, count, out);
+}
+
+// A part of a token's row. Whoever does a row's last one sums up what was found.
+void Experts::quantize_piece(const StepInput &input, std::size_t number) {
+  const std::size_t token = number / pieces_;
+  const std::size_t piece = number % pieces_;
+  ExponentRange *found = piece_range_ + token * kMostPieces;
+  found[piece] = quantize(input, token, {piece * x_blocks_ / pieces_, (piece + 1) * x_blocks_ / pieces_});
+  if (pieces_left_[token].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  ExponentRange range = kNoBlocks;
+  for (std::size_t i = 0; i < pieces_; ++i) widen(range, found[i]);
+  const bool bad = range.hi == kBadRow && pieces_ > 1; // all of a bad row is cleared, not only a piece of it
+  x_range_[token] = bad ? quantize(input, token, {0, x_blocks_}) : range;
 }
 
 void Experts::count_bad_rows() {
@@ -141,10 +162,13 @@ void Experts::count_bad_rows() {
 
 void Experts::begin(const StepInput &input) {
   route(input, every_expert);
-  std::atomic<std::size_t> next_row{0};
+  const std::size_t pieces = tokens_ * pieces_;
+  std::atomic<std::size_t> next_piece{0};
   std::atomic<std::size_t> next_strip{0};
   pool_.run([&](int) {
-    for (std::size_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < tokens_;) quantize_row(input, row);
+    for (std::size_t piece; (piece = next_piece.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+      quantize_piece(input, piece);
+    }
     for (std::size_t strip; (strip = next_strip.fetch_add(1, std::memory_order_relaxed)) < hidden_strips();) {
       clear_strip(strip);
     }
@@ -261,18 +285,19 @@ void Experts::whole_step(const StepInput &input, std::uint16_t *out) {
   const auto await_h = [&](std::size_t index) {
     spin_until([&] { return left_[index].load(std::memory_order_acquire) == 0; });
   };
-  alignas(64) std::atomic<std::size_t> next_row{0};
-  alignas(64) std::atomic<std::size_t> rows_done{0};
+  const std::size_t pieces = tokens_ * pieces_;
+  alignas(64) std::atomic<std::size_t> next_piece{0};
+  alignas(64) std::atomic<std::size_t> pieces_done{0};
   alignas(64) std::atomic<std::size_t> next_part{0};
   alignas(64) std::atomic<std::size_t> next_strip{0};
   // No barrier between gate/up and down: a thread that finds no part of gate/up left starts with strips of down, and
   // waits only for the experts whose last parts are still being worked on.
   pool_.run([&](int thread) {
-    for (std::size_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < tokens_;) {
-      quantize_row(input, row);
-      rows_done.fetch_add(1, std::memory_order_release);
+    for (std::size_t piece; (piece = next_piece.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+      quantize_piece(input, piece);
+      pieces_done.fetch_add(1, std::memory_order_release);
     }
-    spin_until([&] { return rows_done.load(std::memory_order_acquire) == tokens_; });
+    spin_until([&] { return pieces_done.load(std::memory_order_acquire) == pieces; });
     gate_up_parts(next_part, listed_ * parts_per_expert(), part_of, part_done, thread);
     for (Run strips; !(strips = take(next_strip, hidden_strips(), kMostStrips)).empty();) {
       for (std::size_t strip = strips.begin; out != nullptr && strip < strips.end; ++strip) clear_strip(strip);

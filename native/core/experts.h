@@ -75,6 +75,7 @@ public:
 
 private:
   static constexpr std::size_t kMostStrips = 16; // that a thread reads in a row: longer runs of memory are faster
+  static constexpr std::size_t kMostPieces = 64; // that threads cut a token's row into, to quantize it together
   static constexpr ExponentRange kNoBlocks = {kBadRow, -128};
 
   enum class Stage : std::uint8_t { listed, gated, done };
@@ -109,7 +110,8 @@ private:
   void route(const Id *ids, const float *weights, std::size_t tokens, Held held);
   template <typename Held>
   void route(const StepInput &input, Held held);
-  void quantize_row(const StepInput &input, std::size_t token);
+  ExponentRange quantize(const StepInput &input, std::size_t token, Run blocks);
+  void quantize_piece(const StepInput &input, std::size_t number);
   void count_bad_rows();
 
   StepError mark_gated(std::span<const std::int32_t> indices, std::span<const std::uint64_t> addresses);
@@ -165,11 +167,14 @@ private:
   Arena arena_;
   std::size_t x_blocks_;
   std::size_t h_blocks_;
-  ActBlock *x_;                    // [token][hidden / 32]
-  ExponentRange *x_range_;         // [token]
-  ActBlock *h_;                    // [pair][slice][inner / 32]
-  std::uint16_t *wide_h_;          // [pair][wide_stride]: all slices, for kernels that widen
-  std::atomic<std::int8_t> *h_lo_; // [pair][slice]
+  ActBlock *x_;                            // [token][hidden / 32]
+  ExponentRange *x_range_;                 // [token]
+  ExponentRange *piece_range_;             // [token][kMostPieces]
+  std::atomic<std::int32_t> *pieces_left_; // [token]: pieces of the row that are not quantized yet
+  std::size_t pieces_ = 1;                 // of a row, in this step
+  ActBlock *h_;                            // [pair][slice][inner / 32]
+  std::uint16_t *wide_h_;                  // [pair][wide_stride]: all slices, for kernels that widen
+  std::atomic<std::int8_t> *h_lo_;         // [pair][slice]
   std::atomic<std::int8_t> *h_hi_;
   float *acc_;               // [hidden / 32][token][32]
   std::int32_t *pair_token_; // [pair], grouped by expert

@@ -10,11 +10,6 @@
 namespace moetier {
 namespace {
 
-void widen(ExponentRange &range, ExponentRange by) {
-  range.lo = std::min(range.lo, by.lo);
-  range.hi = std::max(range.hi, by.hi);
-}
-
 // Bad rows hold zeros, for which any range does.
 ExponentRange without_bad_rows(ExponentRange range) {
   return range.lo == kBadRow ? ExponentRange{0, 0} : range;

@@ -185,6 +185,24 @@ def test_bad_rows_stay_in_their_rows(pool, isa, bad, family):
     assert kernel.bad_rows == 2
 
 
+@pytest.mark.parametrize("threads", [2, 7])
+@pytest.mark.parametrize("bad", [None, 0, 70, 159], ids=["good", "first block", "third block", "last block"])
+def test_a_row_that_threads_quantize_together(isa, threads, bad):
+    """Of fewer tokens than threads each row is cut into pieces; a bad value in one makes all of the row bad."""
+    rng = np.random.default_rng(11)
+    geometry = LayerGeometry(160, 64, experts=3, top_k=2)
+    layer = make_layer(rng, geometry)
+    pool = ThreadPool(threads)
+    for tokens in (1, 2):
+        x, ids, weights = make_inputs(rng, geometry, tokens)
+        x *= np.logspace(-3, 3, geometry.hidden, dtype=np.float32)  # the pieces' exponents differ
+        if bad is not None:
+            x[0, bad] = np.nan
+        wanted = check_layer(pool, isa, layer, (x, ids, weights), PLAIN)
+        assert (wanted == 0x7FC0).all(1).tolist() == [bad is not None, False][:tokens]
+    pool.close()
+
+
 def test_bad_rows_only(pool, isa):
     rng = np.random.default_rng(7)
     geometry = LayerGeometry(64, 64, experts=2, top_k=1)
