@@ -8,6 +8,7 @@ from moetier.errors import SettingsError
 from moetier.serve.derive import (
     KvCapacity,
     batched_tokens,
+    chunk_for_gap,
     context_length,
     draft_slots,
     graph_sizes,
@@ -39,6 +40,22 @@ def test_graphs_cover_every_decode_batch_with_less_than_half_padding(sequences: 
 def test_context_is_the_window_less_the_reserve_in_whole_blocks() -> None:
     assert context_length(1_048_576, 16_384, 256) == 1_032_192
     assert context_length(1_000, 0, 256) == 768
+
+
+@pytest.mark.parametrize(
+    ("seconds", "gap", "tokens"),
+    [
+        pytest.param({256: 0.02, 512: 0.03, 2048: 0.1}, 0.2, 2048, id="all-are-short"),
+        pytest.param({256: 0.03, 512: 0.06, 2048: 0.24}, 0.2, 512, id="the-largest-is-too-long"),
+        pytest.param({256: 0.03, 512: 0.06, 2048: 0.24}, 0.24, 2048, id="just-as-long"),
+        pytest.param({256: 1.0, 512: 1.0, 4096: 1.2, 8192: 1.9}, 0.2, 4096, id="streaming-takes-longer-anyway"),
+        pytest.param({256: 1.0, 512: 1.4, 4096: 9.0}, 0.2, 256, id="nothing-is-short"),
+        pytest.param({2048: 3.0}, 0.2, 2048, id="no-choice"),
+    ],
+)
+def test_a_chunk_keeps_the_gap_or_the_shortest_steps(seconds: dict[int, float], gap: float, tokens: int) -> None:
+    chunk = chunk_for_gap(seconds, gap)
+    assert (chunk.tokens, chunk.seconds, chunk.shortest) == (tokens, seconds[tokens], min(seconds.values()))
 
 
 @pytest.mark.parametrize(("budget", "left"), [(4_096, 3_968), (8_192, 8_064), (4_224, 4_096)])

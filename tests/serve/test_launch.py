@@ -6,6 +6,7 @@ import pytest
 
 from moetier.errors import SettingsError
 from moetier.serve.command import ServeRequest, arguments
+from moetier.serve.derive import Chunk
 from moetier.serve.launch import context_of, launch_of
 from moetier.serve.started import NAME, Started, read_started, write_started
 from moetier.settings import Settings
@@ -15,7 +16,10 @@ DSPARK = ("--speculative-config", '{"method": "dspark", "num_speculative_tokens"
 OWN_GRAPHS = ("--max-cudagraph-capture-size", "--cudagraph-capture-sizes", "--compilation-config", "-O")
 
 
-def launch(*extra, slots=55, chunk=8192, vllm="0.32.0", on_cpu=False, given=False, **settings):
+CHUNK = Chunk(8192, seconds=0.1, shortest=0.05, gap=0.2)
+
+
+def launch(*extra, slots=55, chunk=CHUNK, vllm="0.32.0", on_cpu=False, given=False, **settings):
     request = ServeRequest(Path("/m"), Settings(store=Path("/s"), slots=slots, **settings), extra=extra)
     return launch_of(request, chunk, vllm, on_cpu, given)
 
@@ -56,9 +60,31 @@ def test_whoever_speaks_of_graphs_decides_about_them(option):
     assert launch(option, "0").sizes == ()
 
 
-@pytest.mark.parametrize("more", [{"slots": 0}, {"slots": 0, "on_cpu": True}], ids=["no slots", "CPU"])
-def test_without_device_slots_nothing_is_added(more):
-    assert launch("--max-num-seqs", "4", **more).arguments == ()
+def test_without_device_slots_on_a_gpu_nothing_is_added():
+    assert launch("--max-num-seqs", "4", slots=0).arguments == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "added"),
+    [
+        ((), ("--max-num-batched-tokens", "512")),
+        (("--max-num-seqs", "600"), ("--max-num-batched-tokens", "600")),
+        (("--max-num-batched-tokens", "99"), ()),
+    ],
+    ids=["the chunk", "room for all sequences", "the user's own"],
+)
+def test_on_the_cpu_the_chunk_is_all_that_is_added(extra, added):
+    assert launch(*extra, slots=0, on_cpu=True, chunk=Chunk(512, 0.1, 0.05, 0.2)).arguments == added
+
+
+def test_a_chunk_says_what_running_streams_wait():
+    (line,) = [line for line in launch().lines() if "--longest-gap" in line]
+    for words in ("8,192 of a prompt", "100 ms", "200 ms"):
+        assert words in line
+    (line,) = [line for line in launch(chunk=Chunk(256, 1.3, 1.2, 0.2)).lines() if "--longest-gap" in line]
+    for words in ("1,300 ms", "more than the 200 ms", "1,200 ms"):
+        assert words in line
+    assert not any("--longest-gap" in line for line in launch("--max-num-batched-tokens", "4096").lines())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +137,7 @@ def test_one_of_reserve_and_length():
 def test_vllm_hears_of_graph_sizes_once(own):
     request = ServeRequest(Path("/m"), Settings(store=Path("/s"), slots=55), extra=own)
     request = ServeRequest(
-        request.model, request.settings, extra=own, derived=launch_of(request, 8192, "0.32.0", False).arguments
+        request.model, request.settings, extra=own, derived=launch_of(request, CHUNK, "0.32.0", False).arguments
     )
     words = arguments(request, on_cpu=False)
     sizes, most = words.count("--cudagraph-capture-sizes"), words.count("--max-cudagraph-capture-size")

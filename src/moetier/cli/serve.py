@@ -27,6 +27,7 @@ def serve(
     dram_records: given.DramRecords = None,
     slots: given.Slots = None,
     context_reserve: given.Reserve = None,
+    longest_gap: given.LongestGap = None,
     host: given.Host = "127.0.0.1",
     port: given.Port = 8000,
     api_key: given.ApiKey = None,
@@ -62,7 +63,7 @@ def serve(
         log_file=None if verbose else log_file or _state_folder() / f"serve-{port}.log",
         extra=tuple(context.args),
     )
-    request, notes = request_of(asked, values, context_reserve)
+    request, notes = request_of(asked, values, context_reserve, longest_gap)
     start(request, build, skip_support_check, as_json, explain, notes=notes)
 
 

@@ -1,4 +1,4 @@
-"""What a launch derives from a few decisions: graph sizes, context, batched tokens, KV capacity. Pure functions.
+"""What a launch derives from a few decisions: graph sizes, context, chunk, batched tokens, KV capacity. Pure functions.
 
 `moetier serve` and the images of `moetier stack` take them from here, so that no script repeats a result that only
 held for the model it was worked out on.
@@ -6,6 +6,7 @@ held for the model it was worked out on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from packaging.version import Version
@@ -16,6 +17,9 @@ DRAFTS_APART = Version("0.33")
 """From this vLLM on, a block drafter's tokens are in a pass of their own."""
 DENSE_COUNTS = 8
 """Up to this many sequences every count has a graph of its own; above, each doubling: at most half of it is padding."""
+
+WORTH_IT = 1.25
+"""A larger chunk that takes no longer than this beside the shortest step is taken although that is above the gap."""
 
 
 def graph_sizes(sequences: int, draft_tokens: int = 0, block_draft: bool = False) -> tuple[int, ...]:
@@ -49,6 +53,29 @@ def context_length(window: int, reserve: int, block: int) -> int:
             "reserve less"
         )
     return context
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of a prompt in a step, and why so many: seconds of that step, of the shortest one, and those asked for."""
+
+    tokens: int
+    seconds: float
+    shortest: float
+    gap: float
+
+
+def chunk_for_gap(seconds: Mapping[int, float], gap: float) -> Chunk:
+    """The largest chunk that keeps running streams no longer than `gap` seconds from their next token.
+
+    seconds: what a step with so many tokens of a prompt takes, of each chunk that may be chosen. A part of it does not
+    depend on the tokens, as nearly every expert is streamed or read once a step. Where that part alone is above `gap`,
+    small chunks would bring a prompt in much later and shorten gaps by little (WORTH_IT).
+    """
+    shortest = min(seconds.values())
+    allowed = max(gap, WORTH_IT * shortest)
+    tokens = max(tokens for tokens, taken in seconds.items() if taken <= allowed)
+    return Chunk(tokens, seconds[tokens], shortest, gap)
 
 
 def scheduled_tokens(batched_tokens: int, sequences: int, draft_slots: int = 0) -> int:

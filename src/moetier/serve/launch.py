@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from moetier.errors import SettingsError
 from moetier.serve.command import ServeRequest
-from moetier.serve.derive import batched_tokens, context_length, draft_slots, graph_sizes, scheduled_tokens
+from moetier.serve.derive import Chunk, batched_tokens, context_length, draft_slots, graph_sizes, scheduled_tokens
 from moetier.settings import Settings
 from moetier.vllm_arguments import (
     BATCHED,
@@ -36,7 +36,8 @@ ANY_BLOCK = 256
 class Launch:
     """A decision. sizes: of CUDA graphs in tokens, empty where none are captured or the user decides.
 
-    batched: the budget of a step's tokens, None where vLLM chooses; drafter: how many of them are the drafter's.
+    batched: the budget of a step's tokens, None where vLLM chooses; drafter: how many of them are the drafter's; chunk:
+    of a prompt, None where the user gave the budget or nobody chose.
     """
 
     planned_tokens: int
@@ -45,6 +46,7 @@ class Launch:
     sizes: tuple[int, ...] = ()
     batched: int | None = None
     drafter: int = 0
+    chunk: Chunk | None = None
     given: tuple[str, ...] = ()
 
     @property
@@ -67,6 +69,22 @@ class Launch:
         if self.batched is not None:
             drafter = f", {self.drafter:,} of them the drafter's" if self.drafter else ""
             yield f"up to {self.batched:,} tokens in a step{drafter}"
+        if self.chunk is not None:
+            yield from _gap(self.chunk)
+
+
+def _gap(chunk: Chunk) -> Iterator[str]:
+    """What running streams wait for a token while a prompt enters, beside what was asked for."""
+    step = (
+        f"  with {chunk.tokens:,} of a prompt it is expected to take {1e3 * chunk.seconds:,.0f} ms at the context's end"
+    )
+    if chunk.seconds <= chunk.gap:
+        yield f"{step}; running streams shall wait {1e3 * chunk.gap:,.0f} ms for a token at most (--longest-gap)"
+        return
+    yield (
+        f"{step}, more than the {1e3 * chunk.gap:,.0f} ms that running streams shall wait for a token (--longest-gap): "
+        f"the shortest takes {1e3 * chunk.shortest:,.0f} ms, as experts are streamed or read for any number of tokens"
+    )
 
 
 def context_of(extra: Sequence[str], window: int, reserve: int | None) -> int | None:
@@ -81,10 +99,12 @@ def context_of(extra: Sequence[str], window: int, reserve: int | None) -> int | 
     return context_length(window, reserve, number_of(extra, BLOCK) or ANY_BLOCK)
 
 
-def launch_of(request: ServeRequest, chunk: int | None, vllm: str, on_cpu: bool, planned_given: bool = False) -> Launch:
+def launch_of(
+    request: ServeRequest, chunk: Chunk | None, vllm: str, on_cpu: bool, planned_given: bool = False
+) -> Launch:
     """Derive; SettingsError where the user's own numbers cannot work.
 
-    chunk: tokens of a prompt that the plan puts in a step; None where nothing was planned. vllm: its version.
+    chunk: of a prompt in a step; None where nothing was planned. vllm: its version.
     planned_given: the user set `planned_tokens`.
     """
     extra, settings = request.extra, request.settings
@@ -94,12 +114,12 @@ def launch_of(request: ServeRequest, chunk: int | None, vllm: str, on_cpu: bool,
     if budget is not None and sequences is not None:
         scheduled_tokens(budget, sequences, slots)
     launch = Launch(settings.planned_tokens, drafting, sequences, given=tuple(extra))
-    if on_cpu or not settings.slots:
-        return replace(launch, batched=budget, drafter=_drafters(budget, sequences, slots))
-    if budget is None and chunk is not None:
-        budget = batched_tokens(chunk, sequences or 1, slots if sequences else 0)
+    if budget is None and chunk is not None and (on_cpu or settings.slots):
+        scheduled = max(chunk.tokens, sequences or 1)  # vLLM wants room for a token of each
+        budget = batched_tokens(scheduled, sequences or 1, slots if sequences else 0)
+        launch = replace(launch, chunk=chunk)
     launch = replace(launch, batched=budget, drafter=_drafters(budget, sequences, slots))
-    if has(extra, "--enforce-eager", *GRAPHS):
+    if on_cpu or not settings.slots or has(extra, "--enforce-eager", *GRAPHS):
         return launch
     planned = _planned(settings, sequences, drafting.tokens + 1, planned_given)
     return replace(launch, planned_tokens=planned, sizes=_sizes(planned, sequences, drafting))

@@ -29,6 +29,16 @@ Reserve = Annotated[
         help="Serve the model's whole window less this many tokens (default: 32768 tokens, or all it has).",
     ),
 ]
+LongestGap = Annotated[
+    float | None,
+    typer.Option(
+        metavar="MS",
+        min=1,
+        max=1e6,
+        help="Longest that running streams shall wait for a token while a prompt enters: it decides how many tokens of "
+        "the prompt go into a step (default: 200).",
+    ),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on; beyond loopback an API key is needed.")]
 Port = Annotated[int, typer.Option(min=1, max=65535)]
 ApiKey = Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")]
