@@ -172,3 +172,13 @@ def test_damaged_corrections_are_refused(content, tmp_path):
     done = moetier("plan", "deepseek-v4.1-flash", *FOUR, "--calibration", str(tmp_path / "c.json"))
     assert done.returncode == 2
     assert "calibrate again" in done.stderr
+
+
+def test_a_calibration_of_another_versions_costs_is_refused_with_the_fix(tmp_path):
+    file = tmp_path / "c.json"
+    state = {"schema": 1, "identity": "x", "engine": "vllm-graphs", "factors": {"gone": 1.1}, "evidence": []}
+    file.write_text(json.dumps(state))
+    done = moetier("plan", "deepseek-v4.1-flash", *FOUR, "--calibration", str(file))
+    assert done.returncode == 2
+    assert "gone" in done.stderr
+    assert "remove it and calibrate again" in " ".join(done.stderr.split())

@@ -37,21 +37,34 @@ def test_distribution_keeps_sum_and_mean(experts, chance):
     assert likely @ np.arange(likely.size) == pytest.approx(experts * chance, rel=1e-6)
 
 
-def brute(split, records, staged):
-    """Every division of `records` tried."""
-    times = []
+def as_planned(split, records, staged):
+    """Every division of `records` tried, as plan_step does: the first that CPU and link end soonest with."""
+    best = None
     for streamed in range(min(records, staged) + 1):
-        on_cpu = records - streamed
-        cpu = split.call + on_cpu * split.cpu if on_cpu else 0.0
-        times.append(max(cpu, split.device + streamed * split.link, records * split.dram))
-    return min(times)
+        on_cpu, each = records - streamed, split.cpu / (1 - split.slowed) if streamed else split.cpu
+        planned = max(split.call + on_cpu * each if on_cpu else 0.0, streamed * split.link)
+        if best is None or planned < best[0]:
+            best = planned, streamed
+    return split.divided(np.array([float(records)]), np.array([float(best[1])]))[0]
 
 
 @pytest.mark.parametrize("staged", [0, 1, STAGED])
 @pytest.mark.parametrize("link", [1e-6, 2e-4, 1.0], ids="link {} s".format)
-def test_best_division_equals_brute_force(link, staged):
-    split = Split(device=4e-5, call=5e-5, cpu=1.5e-4, link=link, dram=1e-4)
-    assert split.seconds(50, staged) == pytest.approx([brute(split, n, staged) for n in range(51)])
+@pytest.mark.parametrize("slowed", [0.0, 0.15])
+def test_the_division_is_the_one_that_the_device_plans(slowed, link, staged):
+    split = Split(device=4e-5, call=5e-5, cpu=1.5e-4, link=link, dram=1e-4, slowed=slowed)
+    assert split.seconds(50, staged) == pytest.approx([as_planned(split, n, staged) for n in range(51)])
+
+
+def test_a_divided_call_ends_after_its_slowest_part():
+    split = Split(device=4e-5, call=5e-5, cpu=1e-4, link=2e-4, dram=1e-5, slowed=0.2)
+    records, streamed = np.array([0.0, 1, 10, 10, 10]), np.array([0.0, 0, 0, 2, 10])
+    cpu_beside_the_link_for_a_while = 5e-5 + 8 * 1e-4 + 0.2 * 2 * 2e-4
+    all_by_link = 4e-5 + 10 * 2e-4
+    wanted = [4e-5, 1.5e-4, 5e-5 + 10 * 1e-4, cpu_beside_the_link_for_a_while, all_by_link]
+    assert split.divided(records, streamed) == pytest.approx(wanted)
+    dram = Split(device=4e-5, call=5e-5, cpu=1e-4, link=2e-4, dram=5e-4)
+    assert dram.divided(records, streamed)[1:] == pytest.approx(records[1:] * 5e-4)
 
 
 def test_no_miss_is_the_device_alone_and_more_misses_are_never_faster():

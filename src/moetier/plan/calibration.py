@@ -13,6 +13,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -187,15 +188,22 @@ def _home() -> Path:
 
 
 def load(path: Path) -> Calibration:
-    """SettingsError for a file that is none."""
+    """SettingsError for a file that is none, or of another version's costs."""
     try:
-        return Calibration.model_validate_json(read_small(path, LARGEST))
+        found = Calibration.model_validate_json(read_small(path, LARGEST))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise SettingsError(
             f"{path}: expected corrections of `moetier calibrate`, found {first['msg']} at "
             f"{'.'.join(map(str, first['loc'])) or 'the start'}; remove it and calibrate again"
         ) from None
+    unknown = sorted(found.factors.keys() - {known.name for known in fields(Costs)})
+    if unknown:
+        raise SettingsError(
+            f"{path}: expected corrections of costs that this version has, found {', '.join(unknown)}; remove it and "
+            "calibrate again"
+        )
+    return found
 
 
 def save(calibration: Calibration, path: Path) -> None:

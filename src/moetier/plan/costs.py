@@ -13,6 +13,7 @@ from moetier.errors import SettingsError
 from moetier.plan.hardware import Hardware, Known
 
 FOUR = "published rows of DeepSeek-V4.1-Flash on four 32 GB cards: "
+H200 = "measured on one H200: "
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ ENGINES = {
     "vllm-graphs": Engine(
         "vllm-graphs",
         "published: decode in CUDA graphs, on four 32 GB cards of compute capability 12.0",
-        Known(31e-6, 0.3, FOUR + "a step of 7.5 ms less 1.3 ms of misses, dense and expert bytes, and reductions"),
+        Known(42e-6, 0.3, FOUR + "a step of 7.5 ms less 1.3 ms of misses, dense weights, experts, and reductions"),
         Known(16e-6, 0.35, "assumed: an all-reduce of one token's hidden row over PCIe"),
         Known(0.5e-3, 0.4, "assumed: what asynchronous scheduling does not hide, and sampling"),
         Known(2.1e-3, 0.3, "measured: vLLM 0.26 on one H200, 6 layers all in slots: 1, 4 and 8 streams 2.5 to 2.9 ms"),
@@ -67,16 +68,22 @@ ENGINES = {
 COMMON = {
     "skew": Known(1.0, 0.08, "two short prompts on one machine are 16 % apart: 8 % of the exponent"),
     "dense_share": Known(0.85, 0.15, "assumed: of the device's copy rate, by dense layers of one token"),
-    "expert_share": Known(0.72, 0.1, "measured: of the copy rate, our kernels beyond 13 us (docs/device-kernels.md)"),
-    "expert": Known(13e-6, 0.3, "measured: what our kernels of one layer take whatever the bytes, on one H200"),
-    "ops_share": Known(0.25, 0.3, "measured: 240 of 989 TFLOP/s by our prefill kernels on one H200"),
+    "begin": Known(
+        0.6e-6, 2.0, H200 + "a hybrid call of one token without a miss, beyond an all-resident one (54b30e1)"
+    ),
+    "one": Known(4e-6, 0.5, H200 + "clocks of one token's kernel that no byte explains (docs/device-kernels.md)"),
+    "one_share": Known(0.81, 0.1, H200 + "of the copy rate, by that kernel otherwise: 26.1 and 39.2 us (aea9a80)"),
+    "few": Known(21e-6, 0.3, H200 + "what the kernels for more tokens take whatever the bytes (aea9a80)"),
+    "few_share": Known(1.0, 0.1, H200 + "of the copy rate, by those for a few tokens otherwise (aea9a80)"),
+    "few_pair": Known(0.30, 0.4, H200 + "what a pair costs them, in records read: 105, 173 and 201 us (aea9a80)"),
+    "tile": Known(77.0, 0.3, H200 + "a tile of prefill beside its pairs, in pairs: 0.78, 4.36, 16.4 ms (aea9a80)"),
+    "ops_share": Known(0.54, 0.3, H200 + "of 989 TFLOP/s, by prefill's pairs, tiles counted apart (aea9a80)"),
     "dense_ops_share": Known(0.6, 0.25, "assumed: of the data sheet, by dense layers and attention of a prompt"),
     "miss": Known(
         12e-6, 0.4, "measured: a layer with one miss less its call on the CPU, on one H200: 14 us (docs/hybrid.md)"
     ),
-    "together": Known(
-        1.15, 0.07, "measured: CPU and link together read 1.1 to 1.2 of what the CPU's threads do, on one H200"
-    ),
+    "slowed": Known(0.15, 0.5, H200 + "of the CPU's rate, what a streaming link takes away: 0.13 to 0.24 (54b30e1)"),
+    "together": Known(1.25, 0.1, H200 + "CPU and link read 140 GB/s where threads alone read 115 (54b30e1)"),
     "read": Known(60e-6, 0.5, "assumed: latency of a layer's reads from disk before the first byte"),
     "overlap": Known(
         0.75, 0.15, FOUR + "time to first token with records on disk, against either of disk and link alone"
@@ -84,7 +91,8 @@ COMMON = {
     "scan_share": Known(0.0205, 0.4, FOUR + "87 to 70 tokens/s from 2K to 512K of context, by indexer bytes"),
     "kv_share": Known(0.6, 0.3, "assumed: of the device's copy rate, by attention over the whole context"),
 }
-"""What no machine and no engine changes."""
+"""What no machine and no engine changes. From `begin` to `ops_share` they are our kernels' (kernels.py says how they
+are used); benchmarks/plan/against.py says what a run gives."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +114,17 @@ class Costs:
     start: Known
     skew: Known
     dense_share: Known
-    expert_share: Known
-    expert: Known
+    begin: Known
+    one: Known
+    one_share: Known
+    few: Known
+    few_share: Known
+    few_pair: Known
+    tile: Known
     ops_share: Known
     dense_ops_share: Known
     miss: Known
+    slowed: Known
     together: Known
     read: Known
     overlap: Known

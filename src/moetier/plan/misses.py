@@ -1,9 +1,9 @@
-"""What the missed experts of a layer take, planned as the device plans them: CPU and link end together, over one DRAM.
+"""What the missed experts of a layer take, divided as the device divides them: CPU and link end together.
 
 A call of `n` missed records has k of them streamed, which the device computes with its own experts once they are there,
-while the CPU computes the others. It ends after the slowest of CPU, link and device, and the DRAM that both read
-(`plan_step` of kernels/gpu/cuda/hybrid.cuh). Few records cannot be divided evenly, so the time follows from how often
-each n occurs and not from the mean n.
+while the CPU computes the others, slower while the link reads the same DRAM. It ends after the slowest of CPU, link and
+device, and the DRAM; k is what `plan_step` of kernels/gpu/cuda/hybrid.cuh chooses. Few records cannot be divided
+evenly, so the time follows from how often each n occurs and not from the mean n.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILLS: int = Settings.model_fields["fills_per_step"].default
 @dataclass(frozen=True)
 class Split:
     """Seconds: of the device's own experts; of a call to the CPU, whatever it computes; of one record by CPU, by link,
-    and out of DRAM.
+    and out of DRAM with both reading. slowed: of the CPU's rate, what the link takes away while it streams.
     """
 
     device: float
@@ -35,15 +35,29 @@ class Split:
     cpu: float
     link: float
     dram: float
+    slowed: float = 0.0
 
     def seconds(self, most: int, staged: int = STAGED) -> NDArray[np.float64]:
-        """float64 [most + 1]: of 0, 1, ... missed records by the best division, at most `staged` of them streamed."""
-        records = np.arange(most + 1)[:, None]
+        """float64 [most + 1]: of 0, 1, ... missed records as the device divides them, at most `staged` streamed.
+
+        Like plan_step, the division does not know the device's own experts, nor that the link may end before the CPU;
+        of equals it streams the fewest.
+        """
+        records: NDArray[np.float64] = np.arange(most + 1, dtype=np.float64)[:, None]
         streamed = np.minimum(np.arange(min(staged, most) + 1)[None], records)
-        cpu = np.where(records > streamed, self.call + (records - streamed) * self.cpu, 0.0)
-        slowest = np.maximum(np.maximum(cpu, self.device + streamed * self.link), records * self.dram)
-        best: NDArray[np.float64] = slowest.min(axis=1)
-        return best
+        each = self.cpu / np.where(streamed > 0, 1 - self.slowed, 1.0)
+        cpu = np.where(records > streamed, self.call + (records - streamed) * each, 0.0)
+        taken = np.maximum(cpu, streamed * self.link).argmin(axis=1)[:, None]
+        chosen: NDArray[np.float64] = np.take_along_axis(streamed, taken, 1)
+        return self.divided(records, chosen)[:, 0]
+
+    def divided(self, records: NDArray[np.float64], streamed: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of calls with so many missed records, of which so many are streamed."""
+        on_cpu, link = records - streamed, streamed * self.link
+        slowed = np.minimum(on_cpu * self.cpu / (1 - self.slowed), on_cpu * self.cpu + self.slowed * link)
+        cpu = np.where(on_cpu > 0, self.call + slowed, 0.0)
+        times: NDArray[np.float64] = np.maximum(np.maximum(cpu, self.device + link), records * self.dram)
+        return times
 
     def all_streamed(self, most: int) -> NDArray[np.float64]:
         """The same where the host has all of them streamed."""

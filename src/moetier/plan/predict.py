@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from moetier.plan.costs import Costs
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import Hardware
+from moetier.plan.kernels import device_seconds
 from moetier.plan.misses import FILLS, PLANNED, STAGED, Split, distribution
 from moetier.plan.placement import Placement
 from moetier.plan.workload import Workload
@@ -21,6 +22,9 @@ from moetier.plan.workload import Workload
 FORM = 0.12
 """What the form of the model leaves out, whatever its costs: the published rows are met within 18 %, half of them
 within 7 % (tests/plan/test_published.py)."""
+EVEN = 6
+"""Arithmetic and what is moved hide behind each other unless they take as long: then each waits for the other now and
+then. This power's norm of both is what one H200 took: 89.4 ms where either alone is 80 (docs/hybrid.md, f27a1e2)."""
 MOST_CHUNKS = 32
 """Chunks of a prompt that are looked at one by one; of more, as many evenly spread ones stand for all."""
 TTFT = {"ttft_2k_s": 2048, "ttft_16k_s": 16384, "ttft_128k_s": 131072}
@@ -85,9 +89,7 @@ def _device_experts(case: Case, costs: Costs, work: Workload, rows: float) -> di
     """
     g, p = case.geometry, case.placement
     chances = work.miss_chances(p.slots, rows)
-    held = work.distinct(rows) - float(chances.sum())
-    rate = costs.gpu_rate.value * costs.expert_share.value * p.ranks
-    device = held * g.record_bytes / rate + (costs.expert.value if held else 0.0)
+    device = device_seconds(g, costs, work.held(p.slots), rows, p.ranks)
     likely, split = distribution(chances), _split(case, costs, work, rows, device)
     if p.ranks == 1 and rows > PLANNED:
         times = split.all_streamed(likely.size - 1)
@@ -99,7 +101,7 @@ def _device_experts(case: Case, costs: Costs, work: Workload, rows: float) -> di
         "experts in slots": g.moe_layers * device,
         "handover": g.moe_layers * float(1 - likely[0]) * costs.miss.value,
         "missed experts": g.moe_layers * beyond,
-        "fills of slots": fills * split.dram,
+        "fills of slots": fills * g.record_bytes / costs.dram_rate.value,
     }
 
 
@@ -124,6 +126,7 @@ def _split(case: Case, costs: Costs, work: Workload, rows: float, device: float)
         max(g.record_bytes / costs.cpu_rate.value, ops),
         g.record_bytes / costs.link_rate.value,
         g.record_bytes / (costs.dram_rate.value * costs.together.value),
+        min(costs.slowed.value, 0.9),
     )
 
 
@@ -154,7 +157,7 @@ def draft_parts(case: Case, costs: Costs, streams: int, draft: Draft) -> dict[st
         return _with_host(parts, costs)
     passes = 1 if g.drafter.kind == "dspark" else draft.tokens
     layers = g.drafter.layers * passes
-    rate = costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.expert_share.value
+    rate = costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.one_share.value
     picked = min(g.drafter.experts, g.drafter.top_k * streams) * g.record_bytes if g.drafter.experts else 0
     reads = passes * (g.parts.drafter + g.parts.head) + layers * picked
     reduced = 2 * layers * costs.reduce.value if p.ranks > 1 else 0.0
@@ -164,29 +167,30 @@ def draft_parts(case: Case, costs: Costs, streams: int, draft: Draft) -> dict[st
 def chunk_parts(case: Case, costs: Costs, tokens: int, before: int = 0) -> dict[str, float]:
     """Seconds of one step with `tokens` of a prompt behind `before` others, by tier; they overlap."""
     g, p, work = case.geometry, case.placement, case.workload.prompts.bent(costs.skew.value)
-    experts = tokens * g.moe_layers * g.top_k * 6 * g.hidden * g.intermediate
     dense = tokens * g.parts.read_each_step + 2 * g.kv.pair_ops(
         tokens, before
     )  # a byte: half a bf16 or an fp8 at twice
     missed = work.missed(p.slots, tokens) * g.moe_layers * g.record_bytes
     cold = work.missed(p.covered, tokens) * g.moe_layers * g.record_bytes
     if case.on_cpu:
+        experts = tokens * g.moe_layers * g.top_k * 6 * g.hidden * g.intermediate
         arithmetic = max((experts + dense) / costs.cpu_ops.value, missed / costs.dram_rate.value)
         return {"arithmetic": arithmetic, "link": 0.0, "disk": cold / costs.disk_rate.value}
+    on_device = g.moe_layers * device_seconds(g, costs, work.chances, tokens, p.ranks)
     return {
-        "arithmetic": (experts / costs.ops_share.value + dense / costs.dense_ops_share.value)
-        / (costs.gpu_ops.value * p.ranks),
+        "arithmetic": on_device + dense / (costs.dense_ops_share.value * costs.gpu_ops.value * p.ranks),
         "link": missed / min(costs.link_rate.value * p.ranks, costs.dram_rate.value),
         "disk": cold / costs.disk_rate.value,
     }
 
 
 def chunk_seconds(case: Case, costs: Costs, tokens: int, before: int = 0) -> float:
-    """The slowest tier, what of link and disk does not hide behind the other, and the engine's own."""
+    """The slower of arithmetic and tiers, what does not hide behind the other, and the engine's own."""
     parts = chunk_parts(case, costs, tokens, before)
     moved = max(parts["link"], parts["disk"]) + (1 - costs.overlap.value) * min(parts["link"], parts["disk"])
     reduced = 2 * costs.reduce.value if case.placement.ranks > 1 else 0.0
-    return max(parts["arithmetic"], moved) + costs.step.value + case.geometry.layers * (costs.layer.value + reduced)
+    beside: float = (parts["arithmetic"] ** EVEN + moved**EVEN) ** (1 / EVEN)
+    return beside + costs.step.value + case.geometry.layers * (costs.layer.value + reduced)
 
 
 def ttft(case: Case, costs: Costs, prompt: int) -> float:

@@ -89,6 +89,20 @@ class Workload:
         chances: NDArray[np.float64] = 1 - (1 - self.chances[covered:]) ** rows
         return np.minimum(chances * self._policy(covered), 1.0)
 
+    def held(self, covered: int) -> NDArray[np.float64]:
+        """float64 [covered]: of each expert that is kept, that a token is routed to it."""
+        kept = self.chances[:covered]
+        if self.trace is None or not kept.size:
+            return kept
+        scaled: NDArray[np.float64] = np.minimum(kept * self.top_k * self.hit_rate(covered) / kept.sum(), 1.0)
+        return scaled
+
+    def with_misses(self, covered: int, rows: float, missed: float) -> Workload:
+        """The same, but of the experts not among the `covered` so many are missed by `rows` tokens, as was counted."""
+        likely = self.miss_chances(covered, rows)
+        scaled = 1 - (1 - np.minimum(likely * missed / max(likely.sum(), 1e-12), 1.0)) ** (1 / rows)
+        return replace(self, chances=np.r_[self.held(covered), scaled], skew=None)
+
     def missed(self, covered: int, rows: float) -> float:
         """Distinct experts of a layer, not among the `covered`, that `rows` tokens together are routed to."""
         return float(self.miss_chances(covered, rows).sum())
