@@ -41,8 +41,8 @@ Experts::Experts(const Shape &shape, const Activation &activation, ThreadPool &p
   const auto take = [&] {
     x_ = arena_.take<ActBlock>(shape.max_tokens * x_blocks_);
     x_range_ = arena_.take<ExponentRange>(shape.max_tokens);
-    piece_range_ = arena_.take<ExponentRange>(shape.max_tokens * kMostPieces);
-    pieces_left_ = arena_.take<std::atomic<std::int32_t>>(shape.max_tokens);
+    piece_range_ = arena_.take<ExponentRange>(scratch_.size());
+    pieces_left_ = arena_.take<std::atomic<std::int32_t>>(scratch_.size());
     h_ = arena_.take<ActBlock>(pairs * shape.slices * h_blocks_);
     wide_h_ = arena_.take<std::uint16_t>(kernels_.widen == nullptr ? 0 : pairs * wide_stride(shape.slices * h_blocks_));
     h_lo_ = arena_.take<std::atomic<std::int8_t>>(pairs * shape.slices);
@@ -120,11 +120,9 @@ void Experts::route(const StepInput &input, Held held) {
   open_ = false;
   rows_ = nullptr;
   tokens_ = input.tokens;
-  pieces_ = std::clamp<std::size_t>(static_cast<std::size_t>(pool_.threads()) / std::max<std::size_t>(tokens_, 1), 1,
-                                    std::min(kMostPieces, x_blocks_));
-  for (std::size_t token = 0; token < tokens_; ++token) {
-    pieces_left_[token].store(static_cast<std::int32_t>(pieces_), std::memory_order_relaxed);
-  }
+  const auto threads = static_cast<std::size_t>(pool_.threads());
+  pieces_ = std::clamp<std::size_t>(threads / std::max<std::size_t>(tokens_, 1), 1, x_blocks_);
+  if (pieces_ > 1) std::fill_n(pieces_left_, tokens_, static_cast<std::int32_t>(pieces_));
   next_down_ = 0;
   bad_rows_ = 0;
   if (input.ids32 != nullptr) {
@@ -146,13 +144,16 @@ ExponentRange Experts::quantize(const StepInput &input, std::size_t token, Run b
 void Experts::quantize_piece(const StepInput &input, std::size_t number) {
   const std::size_t token = number / pieces_;
   const std::size_t piece = number % pieces_;
-  ExponentRange *found = piece_range_ + token * kMostPieces;
-  found[piece] = quantize(input, token, {piece * x_blocks_ / pieces_, (piece + 1) * x_blocks_ / pieces_});
+  if (pieces_ == 1) {
+    x_range_[token] = quantize(input, token, {0, x_blocks_});
+    return;
+  }
+  piece_range_[number] = quantize(input, token, {piece * x_blocks_ / pieces_, (piece + 1) * x_blocks_ / pieces_});
   if (pieces_left_[token].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   ExponentRange range = kNoBlocks;
-  for (std::size_t i = 0; i < pieces_; ++i) widen(range, found[i]);
-  const bool bad = range.hi == kBadRow && pieces_ > 1; // all of a bad row is cleared, not only a piece of it
-  x_range_[token] = bad ? quantize(input, token, {0, x_blocks_}) : range;
+  for (std::size_t i = number - piece; i < number - piece + pieces_; ++i) widen(range, piece_range_[i]);
+  // All of a bad row is cleared, not only a piece of it.
+  x_range_[token] = range.hi == kBadRow ? quantize(input, token, {0, x_blocks_}) : range;
 }
 
 void Experts::count_bad_rows() {

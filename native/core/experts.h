@@ -75,7 +75,6 @@ public:
 
 private:
   static constexpr std::size_t kMostStrips = 16; // that a thread reads in a row: longer runs of memory are faster
-  static constexpr std::size_t kMostPieces = 64; // that threads cut a token's row into, to quantize it together
   static constexpr ExponentRange kNoBlocks = {kBadRow, -128};
 
   enum class Stage : std::uint8_t { listed, gated, done };
@@ -167,10 +166,10 @@ private:
   Arena arena_;
   std::size_t x_blocks_;
   std::size_t h_blocks_;
-  ActBlock *x_;                            // [token][hidden / 32]
-  ExponentRange *x_range_;                 // [token]
-  ExponentRange *piece_range_;             // [token][kMostPieces]
-  std::atomic<std::int32_t> *pieces_left_; // [token]: pieces of the row that are not quantized yet
+  ActBlock *x_;                // [token][hidden / 32]
+  ExponentRange *x_range_;     // [token]
+  ExponentRange *piece_range_; // [token][pieces_], of fewer tokens than threads, whose rows are quantized in pieces
+  std::atomic<std::int32_t> *pieces_left_; // [token]: those not done yet
   std::size_t pieces_ = 1;                 // of a row, in this step
   ActBlock *h_;                            // [pair][slice][inner / 32]
   std::uint16_t *wide_h_;                  // [pair][wide_stride]: all slices, for kernels that widen
