@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,10 @@ import psutil
 import pytest
 
 from moetier.bench.meter import POWERCAP, EnergyCounter, Meter, nvml_counters, nvml_devices, rapl_counters
+from moetier.bench.probes import AnyProbe, Coding, Decode, Fairness, Growth, Mixed, Prefill, Prefix, Soak
+from moetier.bench.probes.base import Calm, Raw
 from moetier.bench.result import Served
+from moetier.bench.samples import Trial
 
 BURN = "import time\nwhile time.process_time() < 0.6: pass"
 """Work of 0.6 CPU seconds."""
@@ -59,6 +63,45 @@ def test_work_of_others_is_seen() -> None:
 def test_others_are_not_known_where_the_server_is_not_ours() -> None:
     meter = Meter(None)
     assert meter.foreign_cpus(meter.mark()) is None
+
+
+def test_a_moment_is_judged_by_the_seconds_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(psutil.Process())
+    clock = iter([0.0, 1.0, 3.0, 3.5, 3.51])
+    used = iter([0.0, 0.5, 0.5, 0.5, 0.6])
+    monkeypatch.setattr("moetier.bench.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(meter, "_busy", lambda: next(used))
+    monkeypatch.setattr(meter, "_own", lambda: 0.0)
+    marks = [meter.mark() for _ in range(4)]
+    # A tick of 0.1 s within 10 ms would be 10 CPUs; since 1.0 s it is one tick of 2.51 s.
+    assert meter.foreign_cpus(marks[-1]) == pytest.approx(0.1 / 2.51, abs=1e-3)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(None, 1), (0.5, 3), (0.05, 4)], ids=str)
+def test_a_disturbed_trial_is_measured_again_but_not_for_ever(limit: float | None, kept: int) -> None:
+    foreign = iter([0.9, 0.7, 0.1, 0.1, 0.1])
+
+    async def measure() -> Trial:
+        return Trial(label="C1", streams=(), foreign_cpus=next(foreign))
+
+    assert len(asyncio.run(Calm(limit, left=3).measured(measure))) == kept
+
+
+@pytest.mark.parametrize("probe", [Coding(), Mixed(), Decode(), Prefill(), Growth(), Prefix(), Fairness()], ids=repr)
+def test_nothing_measured_is_no_figure(probe: AnyProbe) -> None:
+    """As where others disturbed every trial: no cell is a number, such as a share of nought."""
+    assert {cell.value for cell in probe.cells(Raw())} == {None}
+
+
+def test_energy_of_a_shared_machine_is_not_the_servers() -> None:
+    def cell(foreign: float) -> tuple[float | None, str | None]:
+        traffic = Trial(label="soak", streams=(), seconds=1.0, joules=5.0, foreign_cpus=foreign)
+        found = {cell.name: cell for cell in Soak().cells(Raw(trials=(traffic,)))}
+        assert found["soak.throughput"].value == 0.0
+        return found["soak.energy"].value, found["soak.energy"].reason
+
+    assert cell(0.1) == (5.0, None)
+    assert cell(3.0) == (None, "others used 3 CPUs meanwhile")
 
 
 def domain(root: Path, place: str, name: str, energy: str, wraps: str = "1000000") -> Path:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -45,7 +48,7 @@ SMOKE = Suite(
 def run_of(recipe: Recipe, tmp_path: Path, model: Path) -> Run:
     machine = MachineFile.model_validate(machine_here("here", "where the tests run"))
     place = Place(model, tmp_path / "store", tmp_path / "scratch", free_port())
-    return Run(ROOT, recipe, SMOKE, machine, code_of(ROOT), model_files(model), place, set_folders(ROOT))
+    return Run(ROOT, recipe, (SMOKE,), machine, code_of(ROOT), model_files(model), place, set_folders(ROOT))
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +124,9 @@ def test_no_folder_of_this_machine_is_in_it(result: Result) -> None:
         assert folder not in text
 
 
-def test_the_time_of_the_probes_begins_when_the_server_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def scripted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *suites: Suite, **more: Any) -> Run:
+    """A run whose server is scripted and takes 1.1 s to start."""
+
     @contextmanager
     def slow_start(*_: object) -> Iterator[Started]:
         with scripted(Script(first=0.02, gap=0.005)) as url:
@@ -132,15 +135,55 @@ def test_the_time_of_the_probes_begins_when_the_server_is_ready(
 
     monkeypatch.setattr("moetier.bench.run.serving", slow_start)
     monkeypatch.setattr("moetier.bench.run.IDLE_SECONDS", 0.1)
-    model = tmp_path / "scripted"
-    probes = (Decode(levels=(1,), repeats=2, seconds=0.5), Coding(max_tokens=16, repeats=1))
-    suite = Suite(id="two", summary="for tests", probes=probes)
     machine = MachineFile.model_validate(machine_here("here", "where the tests run"))
-    files, place = ModelFiles(identity=IDENTITY, bytes=1, files={}), Place(model, tmp_path, tmp_path, 1)
-    result = Run(ROOT, recipe(), suite, machine, code_of(ROOT), files, place, (), within=1.0).measure(print)
+    files, place = ModelFiles(identity=IDENTITY, bytes=1, files={}), Place(tmp_path / "scripted", tmp_path, tmp_path, 1)
+    return Run(ROOT, recipe(), suites, machine, code_of(ROOT), files, place, (), **more)
+
+
+DECODES = Suite(
+    id="one", summary="for tests", starts=2, probes=(Decode(levels=(1,), repeats=2, seconds=0.5, warmup_seconds=0.1),)
+)
+ANSWERS = Suite(id="two", summary="for tests", probes=(Coding(max_tokens=16, repeats=1),))
+
+
+def test_the_time_of_the_probes_begins_when_the_server_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Suite(id="both", summary="for tests", probes=(*DECODES.probes, *ANSWERS.probes))
+    result = scripted_run(tmp_path, monkeypatch, both, within=1.0).measure(print)
     assert result.status == "partial"
     assert result.failure == "the 1 s that the probes were given were over before coding"
     assert result.cells["decode.C1"].value, result.cells["decode.C1"].reason
+
+
+def test_suites_of_one_server_are_whole_results_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = scripted_run(tmp_path, monkeypatch, DECODES, ANSWERS).results(print)
+    assert [one.suite, two.suite] == [DECODES, ANSWERS]
+    assert [section.probe.probe for section in (*one.sections, *two.sections)] == ["decode", "coding"]
+    assert one.served.start_seconds == two.served.start_seconds == (1.1, 1.1)
+    for result in (one, two):
+        assert result.status == "ok"
+        assert list(problems(to_text(result).encode(), result)) == []
+
+
+def test_a_recipe_can_ask_for_fewer_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = scripted_run(tmp_path, monkeypatch, DECODES)
+    serve = run.recipe.serve.model_copy(update={"most_starts": 1})
+    once = replace(run, recipe=run.recipe.model_copy(update={"serve": serve}))
+    assert once.measure(print).served.start_seconds == (1.1,)
+
+
+@pytest.mark.parametrize("at", ["decode", "coding"])
+def test_an_interrupt_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    def interrupting(text: str) -> None:
+        if text.endswith(at):
+            signal.raise_signal(signal.SIGINT)
+
+    run = scripted_run(tmp_path, monkeypatch, DECODES, ANSWERS)
+    *whole, last = run.results(interrupting)
+    assert (last.status, last.failure, last.sections) == ("failed", "it was interrupted", ())
+    assert [result.status for result in whole] == (["ok"] if at == "coding" else [])
+    assert list(problems(to_text(last).encode(), last)) == []
 
 
 def test_a_server_that_does_not_come_up_is_a_failed_result(tmp_path: Path) -> None:
@@ -200,6 +243,7 @@ def test_results_are_as_they_were_measured_and_rendered() -> None:
         (("run", "nano/none"), "is not there; `moetier bench list` shows what is"),
         (("run", "../x"), "expected small letters"),
         (("run", "nano/dram", "--suite", "none"), "is not there"),
+        (("run", "nano/dram", "--suite", "quick", "--suite", "quick"), "a suite is named twice"),
         (("compare", "README.md", "README.md"), "expected a result of `moetier bench run`"),
         (("show", "recipe", "nano/none"), "is not there"),
         (("machine", "../x", "--summary", "x"), "expected small letters"),

@@ -64,6 +64,8 @@ class Serve(Frozen):
     env: dict[str, str] = Field(default_factory=dict)
     start_seconds: float = Field(1200, gt=0)
     """Longer than any start takes."""
+    most_starts: int | None = Field(None, ge=1)
+    """Of those that a suite asks for, where starts take too long to repeat them; None: all."""
 
     @model_validator(mode="after")
     def _settings_are_known(self) -> Serve:

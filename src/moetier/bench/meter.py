@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,10 @@ from moetier.bench.samples import Frozen
 
 POWERCAP = Path("/sys/class/powercap")
 STAT = Path("/proc/stat")
+SPAN = 2.0
+"""Seconds that others' CPU time is counted over at least: the kernel counts in hundredths of a second, those of each
+CPU and process by themselves, so that of less time it says nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Meter:
         self._cpus = set(machine.allowed_cpus())
         self._gpus = nvml_devices()
         self._energy = (*rapl_counters(POWERCAP), *nvml_counters(self._gpus))
+        self._marks: deque[Mark] = deque(maxlen=1000)
 
     @property
     def energy_of(self) -> tuple[str, ...]:
@@ -81,13 +87,18 @@ class Meter:
 
     def mark(self) -> Mark:
         """Read now."""
-        return Mark(time.perf_counter(), self._busy(), self._own(), self._joules())
+        self._marks.append(Mark(time.perf_counter(), self._busy(), self._own(), self._joules()))
+        return self._marks[-1]
 
     def foreign_cpus(self, since: Mark) -> float | None:
-        """CPUs that others used since then, on average; None where the server's own share is not known."""
+        """CPUs that others used since then, on average, or since an earlier mark where that is less than SPAN ago;
+        None where the server's own share is not known.
+        """
         if self._root is None:
             return None
         now = self.mark()
+        early = [mark for mark in self._marks if mark.at <= now.at - SPAN]
+        since = early[-1] if early and now.at - since.at < SPAN else since
         others = (now.busy - since.busy) - (now.own - since.own)
         return round(max(0.0, others / max(now.at - since.at, 1e-6)), 3)
 

@@ -53,7 +53,7 @@ def prove(
         run = Run(
             root,
             _recipe(model, checkpoint.identity(), settings, vllm, env or {}),
-            suite,
+            (suite,),
             _machine(),
             _code(root),
             model_files(model),

@@ -21,9 +21,9 @@ from moetier.bench.documents import MachineFile, Recipe, Suite, digest, sha256_o
 from moetier.bench.endpoint import growth
 from moetier.bench.meter import Footprint
 from moetier.bench.probes import AnyProbe
-from moetier.bench.probes.base import Raw
+from moetier.bench.probes.base import Raw, undisturbed
 from moetier.bench.provenance import Code, ModelFiles, Software
-from moetier.bench.samples import Cell, Frozen, figure
+from moetier.bench.samples import NO_SAMPLE, Cell, Frozen, figure
 from moetier.errors import StoreError
 from moetier.store.files import read_small, sync_folder
 
@@ -163,14 +163,12 @@ def hashes_of(recipe: Recipe, suite: Suite, machine: MachineFile) -> dict[str, s
 
 def cells_of(probe: AnyProbe, raw: Raw, most_foreign_cpus: float | None) -> tuple[Cell, ...]:
     """A probe's cells from the trials during which others left the machine alone (None: from all)."""
-    if most_foreign_cpus is None:
-        return tuple(probe.cells(raw))
-    calm = tuple(t for t in raw.trials if t.foreign_cpus is None or t.foreign_cpus <= most_foreign_cpus)
+    calm = tuple(trial for trial in raw.trials if undisturbed(trial, most_foreign_cpus))
     cells = probe.cells(raw.model_copy(update={"trials": calm}))
     if len(calm) == len(raw.trials):
         return tuple(cells)
     disturbed = f"other processes used more than {most_foreign_cpus:g} CPUs in every trial"
-    return tuple(c.model_copy(update={"reason": disturbed}) if c.reason == "no sample" else c for c in cells)
+    return tuple(c.model_copy(update={"reason": disturbed}) if c.reason == NO_SAMPLE else c for c in cells)
 
 
 def read_data(path: Path) -> bytes:

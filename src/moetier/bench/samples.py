@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+NO_SAMPLE = "no sample"
+
 
 class Frozen(BaseModel):
     """A value: strict about its keys, never changed."""
@@ -112,7 +114,7 @@ class Cell(Frozen):
 def figure(name: str, unit: str, better: str | None, samples: Sequence[float], reason: str | None = None) -> Cell:
     """Cell of the samples' median and range, rounded to 6 significant digits; a reason makes it null."""
     if reason is None and not samples:
-        reason = "no sample"
+        reason = NO_SAMPLE
     if reason is not None:
         return Cell(name=name, unit=unit, better=better, reason=reason)
     rounded = tuple(significant(sample) for sample in samples)

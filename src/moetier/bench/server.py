@@ -135,7 +135,10 @@ def serving(recipe: Recipe, place: Place, check_at_end: bool = False) -> Iterato
 
 
 def _end_with_parent() -> None:
-    """Run in the child: if we are killed, the server is told to end."""
+    """Run in the child: if we are killed, the server is told to end. A shell's background ignores interrupts, which is
+    inherited: the server must hear ours.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from pydantic import Field
 from moetier.bench.corpus import CODING
 from moetier.bench.probes.base import Probe, Raw, Target, Timed, of_first, one, trial
 from moetier.bench.probes.prefill import after_first
-from moetier.bench.samples import Cell, Trial, figure, first_fault, percentile
+from moetier.bench.samples import NO_SAMPLE, Cell, Trial, figure, first_fault, percentile
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total{position="
 DRAFTS = "vllm:spec_decode_num_drafts_total"
@@ -26,8 +27,12 @@ class Coding(Probe):
     async def measure(self, target: Target) -> Raw:
         """Ask each in turn."""
         limit = min(self.max_tokens, target.endpoint.positions - 128)
-        asked = [(n, text) for _ in range(self.repeats) for n, text in enumerate(CODING)]
-        return Raw(trials=tuple([await one(target, f"q{n}", target.endpoint.chat(text, limit)) for n, text in asked]))
+        trials: list[Trial] = []
+        for _ in range(self.repeats):
+            for number, text in enumerate(CODING):
+                ask = target.endpoint.chat(text, limit)
+                trials += await target.calm.measured(partial(one, target, f"q{number}", ask))
+        return Raw(trials=tuple(trials))
 
     def cells(self, raw: Raw) -> list[Cell]:
         """Speed of each round, TTFT, truncations, whether the same question is answered alike, drafts accepted."""
@@ -35,7 +40,7 @@ class Coding(Probe):
         fault = of_first([first_fault(trial.streams) for trial in trials])
         uncounted = of_first(["the server gives no running usage" if not t.streams[0].tokens else None for t in trials])
         speed = fault or uncounted
-        rounds = [trials[at : at + len(CODING)] for at in range(0, len(trials), len(CODING))]
+        rounds = list(zip(*(raw.labelled(label) for label in dict.fromkeys(t.label for t in trials)), strict=False))
         rates = [] if speed else [after_first(asked) for asked in rounds]
         if speed is None and 0 in rates:
             speed = "every answer came in one chunk"
@@ -43,12 +48,13 @@ class Coding(Probe):
         for asked in trials:
             answers.setdefault(asked.label, set()).add(asked.streams[0].digest)
         alike = sum(len(digests) == 1 for digests in answers.values()) / max(1, len(answers))
+        none = None if trials else NO_SAMPLE
         once = "each question was asked once" if self.repeats < 2 else None
         return [
             figure("coding.decode", "tok/s", "higher", rates, speed),
             figure("coding.ttft", "s", "lower", [] if fault else [t.streams[0].ttft for t in trials], fault),
-            figure("coding.truncated", "answers", None, [sum(t.streams[0].truncated for t in trials)], fault),
-            figure("coding.same_again", "share", "higher", [alike], fault or once),
+            figure("coding.truncated", "answers", None, [sum(t.streams[0].truncated for t in trials)], fault or none),
+            figure("coding.same_again", "share", "higher", [alike], fault or none or once),
             *acceptance(trials, fault),
         ]
 
@@ -58,7 +64,8 @@ def acceptance(trials: list[Trial], fault: str | None) -> list[Cell]:
     drafts = sum(trial.counters.get(DRAFTS, 0.0) for trial in trials)
     positions = sorted({name for trial in trials for name in trial.counters if name.startswith(ACCEPTED)})
     if not drafts or fault is not None:
-        return [figure("spec.acceptance", "share", "higher", [], fault or "the server drafts no tokens")]
+        no_draft = "the server drafts no tokens" if trials else NO_SAMPLE
+        return [figure("spec.acceptance", "share", "higher", [], fault or no_draft)]
     found = []
     for name in positions:
         shares = [
@@ -85,22 +92,26 @@ class Mixed(Probe):
 
     async def measure(self, target: Target) -> Raw:
         """Times and lengths are drawn from the seed: the same in every run."""
-        draw = random.Random(self.seed)  # noqa: S311 (no secret)
         longest = min(self.longest, target.endpoint.positions - self.max_tokens)
         if longest < self.shortest:
             return Raw(skipped={"mixed": f"the server has {target.endpoint.positions} positions"})
+        return Raw(trials=tuple(await target.calm.measured(partial(self._trial, target, longest))))
+
+    async def _trial(self, target: Target, longest: int) -> Trial:
+        draw = random.Random(self.seed)  # noqa: S311 (no secret)
         at, requests = 0.0, []
         for _ in range(self.requests):
             length = round(self.shortest * (longest / self.shortest) ** draw.random())
             ask = target.endpoint.completion(await target.prompts.exactly(length), self.max_tokens)
             requests.append(Timed(at, ask))
             at += draw.expovariate(self.per_second)
-        return Raw(trials=(await trial(target, "mixed", requests),))
+        return await trial(target, "mixed", requests)
 
     def cells(self, raw: Raw) -> list[Cell]:
         """TTFT and whole latency from when due, tokens over the whole time, truncations, HTTP errors."""
         streams = [stream for trial in raw.trials for stream in trial.streams]
-        reason = raw.skipped.get("mixed") or first_fault(streams)
+        none = None if streams else NO_SAMPLE
+        reason = raw.skipped.get("mixed") or none or first_fault(streams)
         ttft = [stream.ttft for stream in streams if reason is None]
         whole = [stream.end - stream.due for stream in streams if reason is None]
         total = sum(stream.completion_tokens or 0 for stream in streams)
@@ -112,5 +123,5 @@ class Mixed(Probe):
             figure("mixed.latency", "s", "lower", whole, reason),
             figure("mixed.throughput", "tok/s", "higher", [total / span] if span > 0 else [], reason),
             figure("mixed.truncated", "answers", None, [sum(stream.truncated for stream in streams)], reason),
-            figure("mixed.failed", "requests", "lower", [failed], raw.skipped.get("mixed")),
+            figure("mixed.failed", "requests", "lower", [failed], raw.skipped.get("mixed") or none),
         ]

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -33,11 +34,34 @@ class Raw(Frozen):
         return [trial for trial in self.trials if trial.label == label]
 
 
+@dataclass
+class Calm:
+    """Trials that others disturb are measured again. limit: CPUs of others that are let pass (None: any); left: how
+    often more, in one probe. What was disturbed stays in the record, and no figure comes from it.
+    """
+
+    limit: float | None = None
+    left: int = 10
+
+    async def measured(self, measure: Callable[[], Awaitable[Trial]]) -> list[Trial]:
+        """A trial, after those that were disturbed."""
+        trials = [await measure()]
+        while not undisturbed(trials[-1], self.limit) and self.left > 0:
+            self.left -= 1
+            trials.append(await measure())
+        return trials
+
+
+def undisturbed(trial: Trial, limit: float | None) -> bool:
+    """Whether others left the machine alone during a trial, as far as is known."""
+    return limit is None or trial.foreign_cpus is None or trial.foreign_cpus <= limit
+
+
 @dataclass(frozen=True)
 class Target:
     """What is measured: a server, the prompts for it, the meter beside it. sets: folders of evaluation sets.
 
-    deadline: by time.monotonic(), when a probe of minutes ends although its time is not over.
+    deadline: by time.monotonic(), when a probe of minutes ends although its time is not over. calm: of this probe.
     """
 
     endpoint: Endpoint
@@ -47,6 +71,7 @@ class Target:
     api_key: str | None = None
     sets: tuple[Path, ...] = ()
     deadline: float = math.inf
+    calm: Calm = field(default_factory=Calm)
 
 
 class Probe(Frozen):
@@ -130,6 +155,16 @@ async def one(target: Target, label: str, ask: Ask, want: int | None = None) -> 
     return await trial(target, label, [Timed(0.0, ask)], want)
 
 
+async def cold(target: Target, length: int, max_tokens: int, **more: Any) -> list[Trial]:
+    """A trial of one new prompt of exactly so many tokens, after those that were disturbed."""
+
+    async def measure() -> Trial:
+        ask = target.endpoint.completion(await target.prompts.exactly(length), max_tokens, **more)
+        return await one(target, str(length), ask, want=length)
+
+    return await target.calm.measured(measure)
+
+
 def not_cold(trial: Trial) -> str | None:
     """Why a trial's prompts are not proved to have been computed whole, by the server's own counters."""
     asked = sum(stream.prompt_tokens or 0 for stream in trial.streams)
@@ -152,4 +187,17 @@ def of_first(reasons: Sequence[str | None]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-__all__ = ["Probe", "Raw", "Running", "Target", "Timed", "growth", "not_cold", "of_first", "one", "trial"]
+__all__ = [
+    "Calm",
+    "Probe",
+    "Raw",
+    "Running",
+    "Target",
+    "Timed",
+    "cold",
+    "growth",
+    "not_cold",
+    "of_first",
+    "one",
+    "trial",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -31,7 +32,11 @@ class Decode(Probe):
     async def measure(self, target: Target) -> Raw:
         """One dropped trial first: it warms what the server compiles or reads at first use."""
         await self._trial(target, self.levels[0])
-        return Raw(trials=tuple([await self._trial(target, n) for n in self.levels for _ in range(self.repeats)]))
+        trials: list[Trial] = []
+        for level in self.levels:
+            for _ in range(self.repeats):
+                trials += await target.calm.measured(partial(self._trial, target, level))
+        return Raw(trials=tuple(trials))
 
     async def _trial(self, target: Target, level: int) -> Trial:
         endpoint = target.endpoint

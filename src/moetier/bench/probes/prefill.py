@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moetier.bench.probes.base import Probe, Raw, Target, not_cold, of_first, one
+from moetier.bench.probes.base import Probe, Raw, Target, cold, not_cold, of_first
 from moetier.bench.samples import Cell, Trial, figure, first_fault
 
 
@@ -20,15 +20,15 @@ class Prefill(Probe):
 
     async def measure(self, target: Target) -> Raw:
         """One dropped prompt of each length first."""
-        trials, skipped = [], {}
+        trials: list[Trial] = []
+        skipped = {}
         for length in self.lengths:
             if length + 1 > target.endpoint.positions:
                 skipped[str(length)] = _too_long(length + 1, target)
                 continue
-            for repeat in range(self.repeats + 1):
-                ask = target.endpoint.completion(await target.prompts.exactly(length), 1)
-                measured = await one(target, str(length), ask, want=length)
-                trials += [measured] if repeat else []
+            await cold(target, length, 1)
+            for _ in range(self.repeats):
+                trials += await cold(target, length, 1)
         return Raw(trials=tuple(trials), skipped=skipped)
 
     def cells(self, raw: Raw) -> list[Cell]:
@@ -55,15 +55,14 @@ class Growth(Probe):
 
     async def measure(self, target: Target) -> Raw:
         """Each context is a new one."""
-        trials, skipped = [], {}
+        trials: list[Trial] = []
+        skipped = {}
         for length in self.lengths:
             if length + self.tokens > target.endpoint.positions:
                 skipped[str(length)] = _too_long(length + self.tokens, target)
                 continue
             for _ in range(self.repeats):
-                prompt = await target.prompts.exactly(length)
-                ask = target.endpoint.completion(prompt, self.tokens, ignore_eos=True)
-                trials.append(await one(target, str(length), ask, want=length))
+                trials += await cold(target, length, self.tokens, ignore_eos=True)
         return Raw(trials=tuple(trials), skipped=skipped)
 
     def cells(self, raw: Raw) -> list[Cell]:

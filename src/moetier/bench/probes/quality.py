@@ -25,6 +25,8 @@ from moetier.eval.report import Report
 from moetier.eval.report import Result as Answer
 
 _ERROR = re.compile(r"status=([45][\dx]+)")
+OTHERS = 0.25
+"""CPUs of others from which on the energy of whole devices and packages is not said to be the server's."""
 TASKS = ("arithmetic", "copy", "json", "toolcalls", "needle", "heldout_text")
 
 
@@ -142,7 +144,7 @@ class Soak(Probe):
         tokens = [t.counters.get("vllm:generation_tokens_total", 0.0) for t in raw.trials]
         rates = [made / t.seconds for t, made in zip(raw.trials, tokens, strict=True)]
         energy = [(t.joules or 0) / max(1.0, made) for t, made in zip(raw.trials, tokens, strict=True)]
-        unread = of_first(["no energy counter can be read" if t.joules is None else None for t in raw.trials])
+        unread = of_first([_not_its_own(trial) for trial in raw.trials])
         third = max(1, len(raw.answers) // 3)
         first, last = (_share(part) for part in (raw.answers[:third], raw.answers[-third:]))
         settled = raw.footprints[len(raw.footprints) // 4 :]
@@ -168,6 +170,13 @@ class Soak(Probe):
         if seconds + 2 * self.every >= 60 * self.minutes:
             return []
         return [figure("soak.minutes", "min", None, [seconds / 60])]
+
+
+def _not_its_own(trial: Trial) -> str | None:
+    """Why a trial's energy is not the server's."""
+    if trial.joules is None:
+        return "no energy counter can be read"
+    return f"others used {trial.foreign_cpus:g} CPUs meanwhile" if (trial.foreign_cpus or 0) > OTHERS else None
 
 
 def failures(counters: dict[str, float]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
@@ -62,7 +63,10 @@ class Fairness(Probe):
     async def measure(self, target: Target) -> Raw:
         """The last stream of a trial is the one that enters."""
         length = min(self.length, target.endpoint.positions - 1)
-        return Raw(trials=tuple([await self._trial(target, length) for _ in range(self.repeats)]))
+        trials: list[Trial] = []
+        for _ in range(self.repeats):
+            trials += await target.calm.measured(partial(self._trial, target, length))
+        return Raw(trials=tuple(trials))
 
     async def _trial(self, target: Target, length: int) -> Trial:
         endpoint, prompts = target.endpoint, target.prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 def run(
     recipe: Annotated[str, typer.Argument(help="Id of a recipe, such as nano/tiered-25.")],
-    suite: Annotated[str, typer.Option(help="Id of a suite.")] = "quick",
+    suite: Annotated[
+        list[str] | None, typer.Option(help="Id of a suite (default: quick); repeat for more from one start.")
+    ] = None,
     machine: Annotated[
         str | None, typer.Option(help="Id of the machine (default: the one with this hardware).")
     ] = None,
@@ -38,16 +41,22 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder of the results (default: results/ of the checkout).")] = None,
     root: Root = HERE,
 ) -> None:
-    """Serve a recipe, probe it, write one result; exit 1 if not every probe could be run."""
+    """Serve a recipe, probe it, write a result for each suite; exit 1 if not every probe could be run.
+
+    Interrupted or told to end, it writes what it has.
+    """
     wanted()
     from moetier.bench.documents import Library
-    from moetier.bench.run import run_recipe
+    from moetier.bench.recipes import run_recipe
 
     library = Library(root)
-    path, result = run_recipe(
+    for asked_to_end in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a shell's background
+        signal.signal(asked_to_end, signal.default_int_handler)
+    whole = True
+    for path, result in run_recipe(
         library,
         library.recipe(recipe),
-        library.suite(suite),
+        [library.suite(name) for name in suite or ["quick"]],
         out or library.root / "results",
         say,
         machine=machine,
@@ -56,10 +65,12 @@ def run(
         allow_dirty=allow_dirty,
         commit=commit,
         within=within,
-    )
-    typer.echo(str(path))
-    if result.status != "ok":
-        say(f"{result.status}: {result.failure}")
+    ):
+        typer.echo(str(path))
+        if result.status != "ok":
+            say(f"{result.status}: {result.failure}")
+            whole = False
+    if not whole:
         raise typer.Exit(1)
 
 
@@ -78,7 +89,7 @@ def sweep(
     """Measure every combination of settings and print the best; applies nothing. Exit 1 if none qualifies."""
     wanted()
     from moetier.bench.documents import Library
-    from moetier.bench.run import measure_cells
+    from moetier.bench.recipes import measure_cells
     from moetier.bench.sweep import Constraint, combinations, parse_axis, ranked, thinned, with_values
     from moetier.bench.sweep import sweep as searched
 
