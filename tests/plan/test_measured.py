@@ -18,7 +18,7 @@ from moetier.plan.geometry import Geometry, Parts
 from moetier.plan.hardware import Known, hardware_of
 from moetier.plan.kernels import device_seconds
 from moetier.plan.kv import stated
-from moetier.plan.misses import Split, distribution
+from moetier.plan.misses import STAGED, Split, distribution
 from moetier.plan.placement import Wanted, place
 from moetier.plan.predict import Case, chunk_seconds, decode_parts
 from moetier.plan.workload import Workload
@@ -94,7 +94,7 @@ def divided(costs, drawn, streamed, share, tokens):
         device, known.cpu_call.value, record / known.cpu_rate.value, record / known.link_rate.value,
         record / known.dram_rate.value / known.together.value, known.slowed.value,
     )  # fmt: skip
-    times = split.divided(misses, np.round(misses * streamed / 100))
+    times = split.divided(misses, np.minimum(np.round(misses * streamed / 100), STAGED))
     return 1e6 * (float((likely * times).sum()) + (1 - likely[0]) * known.miss.value)
 
 
