@@ -1,13 +1,16 @@
 """Fairness: how long running streams wait between two tokens while a long prompt enters.
 
-    python benchmarks/serve/fairness.py [--streams 1 2 4 8] [--chunks 128 512 2048] [--prompt 1800] [--rounds 3]
+    python benchmarks/serve/fairness.py [--streams 1 2 4 8] [--chunks 512 derived] [--prompt 1800] [--rounds 5]
+        [--model FOLDER --store FOLDER] [--options "--slots 28 ..."] [--vllm "--max-num-seqs 64 ..."] [--json FILE]
 
-For every chunk size (vLLM's --max-num-batched-tokens) a server on the bundled model is started. Some streams decode;
-then a prompt of as many tokens as the model has positions for enters, and the gaps between the tokens of each stream
-are measured until its first token comes. A chunk's time is that of the prompt over its chunks. Prints a table and JSON;
-exit 1 where the p99 gap is above two chunks, that is where a stream waited for more than the chunk it was in. It wants
-a quiet machine: where the client does not get the CPU, tokens pile up before it and the gaps are the client's (a median
-gap far below a step's time says so).
+For every chunk (vLLM's --max-num-batched-tokens; derived: as `moetier serve` chooses it) a server is started. Some
+streams decode, then the prompt enters. Gaps are measured where tokens leave the engine (step_log.py) and at the client,
+and the bound in the same rounds: the longest step that held a part of the prompt, and one gap as it is without a
+prompt, for the way to the client. The same prompt alone says what a chunk takes without streams.
+
+Prints a table and JSON. A round that does not show what it should is refused, with its reason, and repeated; a cell
+with too few others has the reason instead of figures. Exit code 1: a p99 gap above its bound, two chunks between two
+tokens of a stream, or a cell without figures.
 """
 
 from __future__ import annotations
@@ -17,75 +20,191 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import platform
 import random
+import shlex
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
-from server import MODEL, start
+import steps as engine
+from server import MODEL, ROOT, start
 
 BEFORE, AFTER = 40, 20
 """Tokens of each stream before the prompt comes, and after its first token."""
+LONGEST = 1500
+"""Tokens of a stream, if nobody stops it."""
+PILED_UP = 0.05
+"""Share of the client's gaps that may be shorter than a quarter of a usual step: of tokens that came together."""
 
 
 def main() -> int:
-    """Measure every chunk size with every number of streams."""
+    """Measure every chunk with every number of streams."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--chunks", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--chunks", nargs="+", default=["512", "derived"])
     parser.add_argument("--prompt", type=int, default=1800)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dram-records", default="25%")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / MODEL)
+    parser.add_argument("--store", type=Path)
+    parser.add_argument("--options", default="--dram-records 25%", help="for moetier serve")
+    parser.add_argument("--vllm", default="", help="for vLLM")
+    parser.add_argument("--schedules-ahead", action="store_true", help="as vLLM does on GPUs")
+    parser.add_argument("--most-foreign-cpus", type=float, default=0.25, help="that other processes may use meanwhile")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for chunk in arguments.chunks:
-            process, port = start(
-                Path(folder),
-                str(chunk),
-                ["--dram-records", arguments.dram_records],
-                ["--max-num-batched-tokens", str(chunk), "--no-enable-prefix-caching"],
-            )
-            try:
-                for streams in arguments.streams:
-                    rows.append(row(chunk, streams, arguments.prompt, measured(port, streams, arguments)))
-                    print(rows[-1], flush=True)
-            finally:
-                process.send_signal(signal.SIGINT)
-                process.wait(120)
+            for row in of_chunk(Path(folder), chunk, arguments):
+                rows.append(row)
+                print(row, flush=True)
     print(table(rows))
     cpus = len(psutil.Process().cpu_affinity() or [])
-    report = {"machine": f"{platform.machine()}, {cpus} CPUs", "dram_records": arguments.dram_records, "rows": rows}
+    machine = f"{platform.machine()}, {cpus} CPUs"
+    report = {"machine": machine, "model": arguments.model.name, "options": arguments.options, "rows": rows}
     print(json.dumps(report))
-    return int(any(one["p99_gap_ms"] > 2 * one["chunk_ms"] for one in rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+    return int(any(row["reason"] or row["p99_ms"] > row["bound_ms"] for row in rows))
 
 
-def measured(port: int, streams: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rounds, after one in which vLLM makes its kernels for steps of these sizes."""
-    return [asyncio.run(measure(port, streams, arguments.prompt)) for _ in range(1 + arguments.rounds)][1:]
+def of_chunk(folder: Path, chunk: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each number of streams, from one server."""
+    log = folder / f"steps-{chunk}"
+    scheduler = "step_log.AsyncStepLog" if arguments.schedules_ahead else "step_log.StepLog"
+    vllm = ["--no-enable-prefix-caching", "--scheduler-cls", scheduler, *shlex.split(arguments.vllm)]
+    vllm += [] if chunk == "derived" else ["--max-num-batched-tokens", chunk]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    environment = {"STEP_LOG": str(log), "PYTHONPATH": paths}
+    options = [*shlex.split(arguments.options), "--explain"]
+    process, port = start(folder, chunk, options, vllm, environment, arguments.model, arguments.store)
+    try:
+        bench = Bench(port, arguments.model.name, arguments.prompt, arguments.most_foreign_cpus, log, process.pid)
+        count = arguments.rounds
+        alone = [step.seconds for one in bench.rounds(0, count) if not one.reason for step in one.entering]
+        for streams in arguments.streams:
+            yield {"chunk": chunk, "streams": streams, **figures(bench.rounds(streams, count), count, alone)}
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One prompt among streams. Gaps in seconds, at the client and of the engine; reason: why it does not count."""
+
+    before: list[float]
+    client: list[float]
+    engine: list[float]
+    entering: list[engine.Step]
+    chunks_between: int
+    ttft: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A server, what is asked of it, and where its engine logs."""
+
+    port: int
+    model: str
+    prompt: int
+    most_foreign: float
+    log: Path
+    pid: int
+
+    def rounds(self, streams: int, count: int) -> list[Round]:
+        """So many that count, and those that were refused meanwhile; no more than twice as many are tried.
+
+        Before them one in which vLLM makes its kernels for steps of these sizes.
+        """
+        self._round(streams)
+        found: list[Round] = []
+        while len(found) < 2 * count and sum(not one.reason for one in found) < count:
+            found.append(self._round(streams))
+        return found
+
+    def _round(self, streams: int) -> Round:
+        offset = self.log.stat().st_size if self.log.exists() else 0
+        cpu, began = self._foreign(), time.perf_counter()
+        running, long, entered = asyncio.run(self._measure(streams))
+        foreign = (self._foreign() - cpu) / (time.perf_counter() - began)
+        time.sleep(0.3)  # until the engine has heard that the streams are gone
+        steps, first = engine.read(self.log, offset), long.times[0]
+        held = [step for step in engine.entering(steps, long.name) if step.of(long.name)]
+        client = [gap for one in running for gap in gaps(one.times, entered, first)]
+        usual = statistics.median(engine.gaps(steps, steps, "short") or [0.0])
+        return Round(
+            before=[gap for one in running for gap in gaps(one.times, 0.0, entered)],
+            client=client,
+            engine=engine.gaps(steps, engine.entering(steps, long.name), "short"),
+            entering=held,
+            chunks_between=engine.most_between(steps, long.name, "short"),
+            ttft=first - entered,
+            reason=self._reason(running, first, sum(step.of(long.name) for step in held), foreign, client, usual),
+        )
+
+    def _reason(
+        self, running: Sequence[Stream], first: float, seen: int, foreign: float, client: list[float], usual: float
+    ) -> str:
+        if seen != self.prompt:
+            return f"the engine computed {seen} of the prompt's {self.prompt} tokens"
+        if any(one.times[-1] <= first for one in running):
+            return "a stream ended before the prompt was in"
+        if foreign > self.most_foreign:
+            return f"other processes used {foreign:.2f} CPUs"
+        together = sum(gap < 0.25 * usual for gap in client)
+        if together > PILED_UP * len(client):
+            return f"{together} of {len(client)} tokens came to the client together: it waited for a CPU itself"
+        return ""
+
+    async def _measure(self, streams: int) -> tuple[list[Stream], Stream, float]:
+        """The streams, the prompt, and when that was sent."""
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}/v1", timeout=600) as client:
+            running = [Stream(client, self.model, f"short-{at}", 16, LONGEST) for at in range(streams)]
+            tasks = [asyncio.create_task(one.run()) for one in running]
+            await reach(running, BEFORE)
+            entered, long = time.perf_counter(), Stream(client, self.model, "long", self.prompt, 1)
+            await long.run()
+            await reach(running, max((len(one.times) for one in running), default=0) + AFTER)
+            for one in running:
+                one.done = True
+            await asyncio.gather(*tasks)
+        return running, long, entered
+
+    def _foreign(self) -> float:
+        """CPU seconds of the machine that were neither the server's nor ours, since some moment."""
+        used = psutil.cpu_times()
+        whole = used.user + used.nice + used.system + used.irq + used.softirq
+        server = psutil.Process(self.pid)
+        own = [one.cpu_times() for one in (psutil.Process(), server, *server.children(recursive=True))]
+        return float(whole - sum(one.user + one.system for one in own))
 
 
 class Stream:
-    """One stream: when each of its tokens came."""
+    """One request: when each of its tokens came."""
 
-    def __init__(self, client: httpx.AsyncClient, prompt: list[int], tokens: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, model: str, name: str, prompt: int, tokens: int) -> None:
         self.times: list[float] = []
-        self._client, self._prompt, self._tokens = client, prompt, tokens
-        self.done = False
+        self.done, self.name, self._client = False, name, client
+        ids = [random.randrange(100, 4000) for _ in range(prompt)]
+        self._asked = {"model": model, "prompt": ids, "max_tokens": tokens, "temperature": 0}
+        self._asked |= {"stream": True, "ignore_eos": True}
 
     async def run(self) -> None:
         """Until it has all its tokens, or `done` is set."""
-        asked = {"model": MODEL, "prompt": self._prompt, "max_tokens": self._tokens, "temperature": 0}
-        asked |= {"stream": True, "ignore_eos": True}
-        async with self._client.stream("POST", "/completions", json=asked) as answer:
+        name = {"X-Request-Id": self.name}
+        async with self._client.stream("POST", "/completions", json=self._asked, headers=name) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():  # not parsed: the client shares the CPUs with the server
                 if line.startswith("data: {"):
@@ -94,69 +213,56 @@ class Stream:
                     return
 
 
-async def measure(port: int, streams: int, prompt: int) -> dict[str, Any]:
-    """One long prompt among `streams`: gaps before and while it enters, and its time to first token, in seconds."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=600) as client:
-        running = [Stream(client, random_prompt(16), 1500) for _ in range(streams)]
-        tasks = [asyncio.create_task(one.run()) for one in running]
-        await reach(running, BEFORE)
-        entered = time.perf_counter()
-        long = Stream(client, random_prompt(prompt), 1)
-        await long.run()
-        first = long.times[0]
-        await reach(running, max(len(one.times) for one in running) + AFTER)
-        for one in running:
-            one.done = True
-        await asyncio.gather(*tasks)
-    before = [gap for one in running for gap in gaps(one.times, 0.0, entered)]
-    while_it = [gap for one in running for gap in gaps(one.times, entered, first)]
-    return {"before": before, "while": while_it, "ttft": first - entered}
-
-
-def random_prompt(tokens: int) -> list[int]:
-    """Ids that no prefix cache has seen."""
-    return [random.randrange(100, 4000) for _ in range(tokens)]
-
-
 async def reach(running: Sequence[Stream], tokens: int) -> None:
-    """Wait until every stream has so many tokens."""
-    while min(len(one.times) for one in running) < tokens:
+    """Wait until every stream has so many tokens, or all it may have."""
+    while running and min(len(one.times) for one in running) < min(tokens, LONGEST):
         await asyncio.sleep(0.005)
 
 
 def gaps(times: list[float], begin: float, end: float) -> list[float]:
     """Between tokens, where the later one came in [begin, end + what it was waiting for]."""
-    found = []
-    for earlier, later in itertools.pairwise(times):
-        if later >= begin and earlier <= end:
-            found.append(later - earlier)
-    return found
+    return [later - earlier for earlier, later in itertools.pairwise(times) if later >= begin and earlier <= end]
 
 
-def row(chunk: int, streams: int, prompt: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all rounds: gaps in milliseconds."""
-    chunks = math.ceil(prompt / max(1, chunk - streams))
-    entering = sorted(gap for one in rounds for gap in one["while"])
-    ttft = statistics.median(one["ttft"] for one in rounds)
-    return {
-        "chunk": chunk,
-        "streams": streams,
-        "gap_before_ms": round(1e3 * statistics.median(gap for one in rounds for gap in one["before"]), 2),
-        "median_gap_ms": round(1e3 * statistics.median(entering), 2),
-        "p99_gap_ms": round(1e3 * entering[min(len(entering) - 1, math.ceil(0.99 * len(entering)) - 1)], 2),
-        "max_gap_ms": round(1e3 * entering[-1], 2),
-        "gaps": len(entering),
-        "ttft_ms": round(1e3 * ttft, 1),
-        "chunks": chunks,
-        "chunk_ms": round(1e3 * ttft / chunks, 2),
+def figures(tried: Sequence[Round], count: int, alone: Sequence[float]) -> dict[str, Any]:
+    """Of the rounds that count, in milliseconds; gaps by p50, p99 and the longest. reason: why there are too few."""
+    rounds = [one for one in tried if not one.reason]
+    refused = [one.reason for one in tried if one.reason]
+    if len(rounds) < count:
+        return {"rounds": len(rounds), "refused": len(refused), "reason": refused[-1]}
+    client, of_engine = ([gap for one in rounds for gap in getattr(one, name)] for name in ("client", "engine"))
+    held = [step.seconds for one in rounds for step in one.entering]
+    usual = statistics.median(gap for one in rounds for gap in one.before)
+    between = max(one.chunks_between for one in rounds)
+    reason = f"{between} chunks between two tokens of a stream" if between > 1 else ""
+    found = {
+        "gap_before_ms": usual,
+        "p50_ms": at(client, 0.5),
+        "p99_ms": at(client, 0.99),
+        "max_ms": max(client),
+        "engine_p99_ms": at(of_engine, 0.99),
+        "bound_ms": max(held) + usual,
+        "chunk_ms": statistics.median(held),
+        "longest_chunk_ms": max(held),
+        **({"chunk_alone_ms": statistics.median(alone)} if alone else {}),
+        "ttft_ms": statistics.median(one.ttft for one in rounds),
     }
+    tokens = max(step.of("long") for one in rounds for step in one.entering)
+    counts = {"chunk_tokens": tokens, "chunks": len(rounds[0].entering), "gaps": len(client)}
+    counts |= {"rounds": len(rounds), "refused": len(refused)}
+    return {name: round(1e3 * value, 1) for name, value in found.items()} | counts | {"reason": reason}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def at(values: Sequence[float], share: float) -> float:
+    """Percentile, the value that this share of all does not exceed."""
+    return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """For a document."""
-    names = list(rows[0])
+    names = list(max(rows, key=len))
     lines = [" | ".join(names), " | ".join("---" for _ in names)]
-    lines += [" | ".join(str(one[name]) for name in names) for one in rows]
+    lines += [" | ".join(str(row.get(name, "–")) for name in names) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
 
 

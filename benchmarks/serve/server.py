@@ -1,4 +1,4 @@
-"""A `moetier serve` of the bundled model for the benchmarks beside this file."""
+"""A `moetier serve` process for the benchmarks beside this file: of the bundled model, if no other is named."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ MODEL = "nano-mxfp4"
 
 
 def start(
-    folder: Path, name: str, options: Sequence[str], vllm: Sequence[str], environment: Mapping[str, str] | None = None
+    folder: Path,
+    name: str,
+    options: Sequence[str],
+    vllm: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    model: Path = ROOT / "models" / MODEL,
+    store: Path | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """A server that answers, and its port. Its store and log-`name` are in `folder`; vllm: arguments for vLLM."""
+    """A server that answers, and its port. log-`name` and, if none is given, its store are in `folder`.
+
+    vllm: arguments for vLLM.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    command = [str(Path(sys.executable).with_name("moetier")), "serve", str(ROOT / "models" / MODEL)]
-    command += ["--store", str(folder / "store"), "--build-store", "--port", str(port)]
+    command = [sys.executable, "-m", "moetier", "serve", str(model)]
+    command += ["--store", str(store or folder / "store"), "--build-store", "--port", str(port)]
     command += ["--log-file", str(folder / f"log-{name}"), "--kv-cache-gib", "0.25", *options, "--", *vllm]
     process = subprocess.Popen(command, env={**os.environ, **(environment or {})})
     while process.poll() is None:
