@@ -42,7 +42,7 @@ class Stopped(Exception):
 
 @dataclass
 class Found:
-    """Of a server; memory in bytes, the most that was in use so far."""
+    """Of a server; memory in bytes: once it has answered what is in use, before that the most that was."""
 
     state: str = "not started"
     seconds: float = 0.0
@@ -175,6 +175,7 @@ def run(arguments: argparse.Namespace, folder: Path, found: Found) -> None:
         found.state = "ready"
         for words in (min(2000, arguments.context // 2), 8):
             ask(url, arguments.model.resolve().name, words)
+        found.device = found.host = 0  # of a started server, not of its start
         found.look(process, before)
         found.state = "answered"
         found.plan_as_explained = planned_by(said) == explained if explained else None
