@@ -63,18 +63,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    machine = f"{platform.machine()}, {len(psutil.Process().cpu_affinity() or [])} CPUs"
+    report = {"machine": machine, "model": arguments.model.name, "options": arguments.options, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
         for chunk in arguments.chunks:
             for row in of_chunk(Path(folder), chunk, arguments):
                 rows.append(row)
                 print(row, flush=True)
+                if arguments.json:  # each time, so that a run that is cut short leaves what it has
+                    arguments.json.write_text(json.dumps(report, indent=1))
     print(table(rows))
-    cpus = len(psutil.Process().cpu_affinity() or [])
-    machine = f"{platform.machine()}, {cpus} CPUs"
-    report = {"machine": machine, "model": arguments.model.name, "options": arguments.options, "rows": rows}
     print(json.dumps(report))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1))
     return int(any(row["reason"] or row["p99_ms"] > row["bound_ms"] for row in rows))
 
 

@@ -93,6 +93,9 @@ def test_kv_capacity(blocks: int, per_request: int, context: int, concurrency: f
         pytest.param(lambda: graph_sizes(True), "whole number", id="true-is-no-number"),
         pytest.param(lambda: context_length(4_096, 4_000, 256), "reserve less", id="no-block-left"),
         pytest.param(lambda: scheduled_tokens(128, 32, 4), "at least 160", id="budget-too-small"),
+        pytest.param(
+            lambda: chunk_for_gap({512: 0.1}, float("nan")), "above 0, found nan", id="a-gap-that-is-no-number"
+        ),
         pytest.param(lambda: KvCapacity(1, 0, 1, 1), "blocks_per_request", id="engine-not-asked"),
     ],
 )

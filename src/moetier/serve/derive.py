@@ -72,6 +72,8 @@ def chunk_for_gap(seconds: Mapping[int, float], gap: float) -> Chunk:
     depend on the tokens, as nearly every expert is streamed or read once a step. Where that part alone is above `gap`,
     small chunks would bring a prompt in much later and shorten gaps by little (WORTH_IT).
     """
+    if not gap > 0:
+        raise SettingsError(f"gap: expected seconds above 0, found {gap}")
     shortest = min(seconds.values())
     allowed = max(gap, WORTH_IT * shortest)
     tokens = max(tokens for tokens, taken in seconds.items() if taken <= allowed)
