@@ -192,6 +192,9 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned mask) {
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return emulated::exchange(value, [](const uint64_t *all) { return unsigned(*std::max_element(all, all + 32)); });
 }
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  return emulated::exchange(value, [](const uint64_t *all) { return unsigned(*std::min_element(all, all + 32)); });
+}
 inline int __reduce_add_sync(unsigned, int value) {
   return emulated::exchange(unsigned(value), [](const uint64_t *all) {
     unsigned sum = 0;
@@ -215,6 +218,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline int __float2int_rn(float a) { return int(std::lrint(a)); }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 template <class T> T __ldcg(const T *p) { return *p; }
 inline size_t __cvta_generic_to_shared(const void *p) { return (const unsigned char *)p - emulated::block->shared; }

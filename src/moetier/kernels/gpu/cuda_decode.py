@@ -32,7 +32,7 @@ class HybridArguments:
     box: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     patience_ns: int = 0
-    plan: tuple[torch.Tensor | int | None, ...] = (None,) * 13
+    plan: tuple[torch.Tensor | int | None, ...] = (None,) * 12
     """What a kernel needs beside these to plan the step by itself, in the order of decode_one's parameters."""
 
     def up(self) -> tuple[torch.Tensor | None, ...]:
@@ -76,8 +76,6 @@ class OneSizes:
     warps: int
     stage_blocks: int
     depth: int
-    ring_bytes: int
-    """Of all warps."""
     shared_bytes: int
 
     def macros(self, sizes: Sizes, box_tokens: int = 0) -> dict[str, str | int]:
@@ -110,13 +108,7 @@ def one_ring(sizes: Sizes, device: OneDevice, warps: int, stage_blocks: int) -> 
     stage = max(largest_divisor(up_chain, stage_blocks), largest_divisor(down_chain, stage_blocks)) * 8 * 272
     fixed = 2048 + 4 * g.experts  # more than the kernel's own static shared memory
     depth = min((device.shared_bytes_a_block - fixed - rest) // (warps * stage), 8)
-    ring = warps * depth * stage
-    return OneSizes(warps, stage_blocks, depth, ring, ring + rest)
-
-
-def _plan_room(sizes: Sizes, box_tokens: int) -> int:
-    """PlanRoom of hybrid.cuh, or a little more: a hybrid step is planned where the rings will be."""
-    return 64 + sizes.geometry.experts * 21 + box_tokens
+    return OneSizes(warps, stage_blocks, depth, warps * depth * stage + rest)
 
 
 def _team(sizes: Sizes) -> int:
@@ -124,7 +116,7 @@ def _team(sizes: Sizes) -> int:
     return -(-4 * segments(sizes.geometry.hidden // BLOCK) // 8)
 
 
-def one_sizes(sizes: Sizes, device: OneDevice, box_tokens: int = 0) -> OneSizes | None:
+def one_sizes(sizes: Sizes, device: OneDevice) -> OneSizes | None:
     """The first of these sizes that fits the device; None where none does.
 
     16 warps fill a multiprocessor. On one H200 they are the fastest for large layers and within 2 % of it for small
@@ -132,7 +124,7 @@ def one_sizes(sizes: Sizes, device: OneDevice, box_tokens: int = 0) -> OneSizes 
     """
     for warps, stage_blocks in ((16, 2), (16, 1), (12, 1), (8, 1), (4, 1)) if sizes.geometry.top_k <= 32 else ():
         one = one_ring(sizes, device, warps, stage_blocks)
-        if one.depth >= 2 and one.ring_bytes >= _plan_room(sizes, box_tokens):
+        if one.depth >= 2:
             return one
     return None
 
@@ -152,7 +144,7 @@ class OneToken:
     @classmethod
     def fitting(cls, sizes: Sizes, device: torch.device, box_tokens: int) -> OneToken | None:
         """None where the layer does not fit the device's multiprocessors."""
-        one = one_sizes(sizes, OneDevice.of(device), box_tokens)
+        one = one_sizes(sizes, OneDevice.of(device))
         return cls(sizes, one, device, box_tokens) if one else None
 
     def run(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: HybridArguments) -> None:

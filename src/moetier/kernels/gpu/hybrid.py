@@ -164,7 +164,7 @@ class HybridPath:
 
     def _plan(self, layer: LayerTables) -> tuple[torch.Tensor | int, ...]:
         m, where = self.mail, (layer.records, layer.index, self.staging.start, len(self.staging), STREAM_BLOCKS)
-        return (self._record_bytes, *where, self.costs, layer.heat, self._ids, m.ids, m.weights, m.x, m.streamed)
+        return (self._record_bytes, *where, self.costs, layer.heat, m.ids, m.weights, m.x, m.streamed)
 
     def _begin(self, layer: LayerTables, call: Call, quantize: bool) -> None:
         p, mail = self.path, self.mail

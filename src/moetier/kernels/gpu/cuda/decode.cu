@@ -17,8 +17,6 @@ extern "C" __global__ void __launch_bounds__(256) quantize_decode(const u16 *x, 
 }
 
 #if HYBRID_STEP
-constexpr int STEP_THREADS = 256;
-
 // Block 0 plans, the next `streams` blocks stream what it chose, the others quantize (none where blocks is 0).
 extern "C" __global__ void __launch_bounds__(STEP_THREADS)
     begin_step(const u16 *x, s8 *q, Meta *meta, int blocks, const int *ids, const float *weights, int pairs, const int *slot_table,
@@ -29,12 +27,11 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS)
   const int block = blockIdx.x;
   const StepCall call = {x,  ids,    weights, pairs, slot_table, records, layer, staging_first, staging, costs,
                          heat, counts, live, step_ids};
-  __shared__ PlanRoom room;
   if (block == 0)
-    plan_step<STEP_THREADS>(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, streams > 0, room);
+    plan_step(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
   else if (block > streams)
     quantize_blocks(x, q, meta, blocks, (block - 1 - streams) * 8);
-  else if (any_miss<STEP_THREADS>(call))
+  else if (any_miss(call))
     stream_records<STEP_THREADS>(*step, {slots, stride, bytes}, block - 1, streams, streams);
 }
 #endif

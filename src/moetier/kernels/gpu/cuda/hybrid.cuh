@@ -7,12 +7,15 @@
 
 typedef unsigned long long u64;
 
-constexpr int MAX_STAGED = 64;
+constexpr int STEP_THREADS = 256, MAX_STAGED = 64;
 
 // Nanoseconds: of a CPU call, of the least an expert takes there (its bytes), of a pair (its arithmetic), of an expert over the
 // link, and of the least an expert takes the CPU while the link reads the same DRAM.
 struct Costs {
   float cpu_call, cpu_expert, cpu_pair, stream_expert, cpu_expert_beside;
+  __device__ __forceinline__ float cpu(int pairs, bool beside) const {  // an expert of so many pairs
+    return fmaxf(beside ? cpu_expert_beside : cpu_expert, float(pairs) * cpu_pair);
+  }
 };
 
 enum Count { CALLS, CALLS_MISSED, HITS, MISSES, STREAMED, PAIRS_CPU, WAITED_NS, COUNTS };
@@ -81,24 +84,27 @@ __device__ __forceinline__ float load_host(const float *p) { return *(const vola
 
 __device__ __forceinline__ void tally(u64 *counts, Count count, u64 n) { atomicAdd(counts + count, n); }
 
-struct PlanRoom {  // in shared memory
-  u64 best;
-  int misses, streamable, cpu_pairs, pad;
-  u32 routed[(EXPERTS + 31) / 32];
-  int count[EXPERTS], missed[EXPERTS], key[EXPERTS], sorted[EXPERTS], pairs[EXPERTS];
-  u8 needed[BOX_TOKENS];
-};
+// Where missed experts stand when some are to be streamed: those that DRAM holds first, then those of most pairs, then the
+// lowest id.
+__device__ __forceinline__ int stream_key(bool here, int pairs, int id) {
+  return (here ? 1 << 30 : 0) | min(pairs, 0x7FFF) << 14 | (0x3FFF - id);
+}
 
-// One block of THREADS. Fills step.table and the list of records to stream; posts the CPU's part. announces: blocks wait for
-// `planned`, in any step with a miss.
-template <int THREADS>
-__device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool announces, PlanRoom &room) {
-  static_assert(THREADS > MAX_STAGED && THREADS * 32 >= EXPERTS);
+// 0 is no request's number.
+__device__ __forceinline__ u32 next_request(Step &step) { return step.awaited = step.sequence += step.sequence == ~0u ? 2 : 1; }
+
+// One block. Fills step.table and the list of records to stream; posts the CPU's part. `streams`: blocks that stream.
+__device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool streams) {
+  __shared__ int count[EXPERTS], missed[EXPERTS], key[EXPERTS], sorted[EXPERTS], pairs[EXPERTS];
+  __shared__ u32 routed[(EXPERTS + 31) / 32];
+  __shared__ int misses, streamable, cpu_pairs;
+  __shared__ u64 best;
+  __shared__ u8 needed[BOX_TOKENS];
   const int thread = threadIdx.x, live = min(call.pairs, *call.live * TOP_K);
-  if (thread < (EXPERTS + 31) / 32) room.routed[thread] = 0;
+  if (thread < (EXPERTS + 31) / 32) routed[thread] = 0;
   __syncthreads();
   bool miss = false;
-  for (int p = thread; p < call.pairs; p += THREADS) {
+  for (int p = thread; p < call.pairs; p += STEP_THREADS) {
     int id = p < live ? call.ids[p] : -1;
     if (id >= EXPERTS) id = -1;
     call.step_ids[p] = id;
@@ -106,59 +112,57 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
     int slot = call.slot_table[id];
     step.table[id] = slot;
     miss |= slot < 0;
-    atomicOr(&room.routed[id / 32], 1u << id % 32);
+    atomicOr(&routed[id / 32], 1u << id % 32);
     atomicAdd(call.heat + id, 1u);
   }
   if (!__syncthreads_or(miss)) {  // the common case, as short as it can be
-    if (thread < (EXPERTS + 31) / 32) tally(call.counts, HITS, __popc(room.routed[thread]));
+    if (thread < (EXPERTS + 31) / 32) tally(call.counts, HITS, __popc(routed[thread]));
     if (thread == 0) step.pending = 0, tally(call.counts, CALLS, 1);
     return;
   }
-  for (int e = thread; e < EXPERTS; e += THREADS) room.count[e] = 0;
-  if (thread == 0) room.misses = 0, room.streamable = 0, room.cpu_pairs = 0, room.best = ~0ull;
+  for (int e = thread; e < EXPERTS; e += STEP_THREADS) count[e] = 0;
+  if (thread == 0) misses = 0, streamable = 0, cpu_pairs = 0, best = ~0ull;
   __syncthreads();
-  for (int p = thread; p < call.pairs; p += THREADS)
-    if (call.step_ids[p] >= 0) atomicAdd(&room.count[call.step_ids[p]], 1);
+  for (int p = thread; p < call.pairs; p += STEP_THREADS)
+    if (call.step_ids[p] >= 0) atomicAdd(&count[call.step_ids[p]], 1);
   __syncthreads();
-  for (int e = thread; e < EXPERTS; e += THREADS) {
-    if (!room.count[e]) continue;
+  for (int e = thread; e < EXPERTS; e += STEP_THREADS) {
+    if (!count[e]) continue;
     if (step.table[e] < 0)
-      room.missed[atomicAdd(&room.misses, 1)] = e;
+      missed[atomicAdd(&misses, 1)] = e;
     else
       tally(call.counts, HITS, 1);
   }
   __syncthreads();
-  const int n = room.misses;
+  const int n = misses;
   int taken = 0;  // of the missed experts: those that are streamed
-  if (call.staging > 0) {
+  if (streams) {
     const Costs costs = *call.costs;
-    for (int i = thread; i < n; i += THREADS) {
-      int e = room.missed[i];
+    for (int i = thread; i < n; i += STEP_THREADS) {
+      int e = missed[i];
       bool here = *(const volatile u64 *)(call.records + e) != 0;
-      // Most pairs first, then the lowest id.
-      room.key[i] = (here ? 1 << 30 : 0) | min(room.count[e], 0x7FFF) << 14 | (0x3FFF - e);
-      if (here) atomicAdd(&room.streamable, 1);
+      key[i] = stream_key(here, count[e], e);
+      if (here) atomicAdd(&streamable, 1);
     }
     __syncthreads();
-    for (int i = thread; i < n; i += THREADS) {
+    for (int i = thread; i < n; i += STEP_THREADS) {
       int rank = 0;
-      for (int j = 0; j < n; j++) rank += room.key[j] > room.key[i];
-      room.sorted[rank] = room.missed[i];
-      room.pairs[rank] = room.count[room.missed[i]];
+      for (int j = 0; j < n; j++) rank += key[j] > key[i];
+      sorted[rank] = missed[i];
+      pairs[rank] = count[missed[i]];
     }
     __syncthreads();
-    const int most = min(min(call.staging, MAX_STAGED), room.streamable);
+    const int most = min(min(call.staging, MAX_STAGED), streamable);
     if (thread <= most) {  // the time if the first `thread` of them are streamed
-      const float least = thread > 0 ? costs.cpu_expert_beside : costs.cpu_expert;
       float cpu = thread == n ? 0.f : costs.cpu_call;
-      for (int i = thread; i < n; i++) cpu += fmaxf(least, float(room.pairs[i]) * costs.cpu_pair);
+      for (int i = thread; i < n; i++) cpu += costs.cpu(pairs[i], thread > 0);
       const float time = fmaxf(cpu, float(thread) * costs.stream_expert);
-      atomicMin(&room.best, u64(__float_as_uint(time)) << 32 | u32(thread));
+      atomicMin(&best, u64(__float_as_uint(time)) << 32 | u32(thread));
     }
     __syncthreads();
-    taken = int(u32(room.best));
+    taken = int(u32(best));
     if (thread < taken) {
-      int e = room.sorted[thread];
+      int e = sorted[thread];
       step.from[thread] = *(const volatile u64 *)(call.records + e);
       step.to[thread] = step.table[e] = call.staging_first + thread;
       mail.streamed[thread] = e;
@@ -166,42 +170,44 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
     __syncthreads();
   }
   if (thread == 0) {
+    if (streams) {
+      __threadfence();
+      *(volatile int *)&step.planned = 1 + taken;
+    }
     step.pending = n > taken;
-    if (n > taken) step.awaited = step.sequence += step.sequence == ~0u ? 2 : 1;  // 0 is no request's number
-    if (announces) store_release((u32 *)&step.planned, u32(1 + taken));
     tally(call.counts, CALLS, 1), tally(call.counts, CALLS_MISSED, 1);
     tally(call.counts, MISSES, n), tally(call.counts, STREAMED, taken);
   }
   if (n == taken) return;
   const int tokens = call.pairs / TOP_K;
-  for (int t = thread; t < tokens; t += THREADS) room.needed[t] = 0;
+  for (int t = thread; t < tokens; t += STEP_THREADS) needed[t] = 0;
   __syncthreads();
-  for (int p = thread; p < call.pairs; p += THREADS) {
+  for (int p = thread; p < call.pairs; p += STEP_THREADS) {
     int id = call.step_ids[p];
     bool cpu = id >= 0 && step.table[id] < 0;
     mail.ids[p] = cpu ? id : -1;
     mail.weights[p] = call.weights[p];
-    if (cpu) room.needed[p / TOP_K] = 1, atomicAdd(&room.cpu_pairs, 1);
+    if (cpu) needed[p / TOP_K] = 1, atomicAdd(&cpu_pairs, 1);
   }
   __syncthreads();
-  for (int i = thread; i < tokens * (HIDDEN / 8); i += THREADS)
-    if (room.needed[i / (HIDDEN / 8)]) ((uint4 *)mail.x)[i] = ((const uint4 *)call.x)[i];
+  for (int i = thread; i < tokens * (HIDDEN / 8); i += STEP_THREADS)
+    if (needed[i / (HIDDEN / 8)]) ((uint4 *)mail.x)[i] = ((const uint4 *)call.x)[i];
   __threadfence_system();
   __syncthreads();
   if (thread == 0) {
-    tally(call.counts, PAIRS_CPU, room.cpu_pairs);
+    const u32 request = next_request(step);
+    tally(call.counts, PAIRS_CPU, cpu_pairs);
     mail.box->layer = call.layer, mail.box->tokens = tokens, mail.box->streamed = taken;
     __threadfence_system();
-    *(volatile u32 *)&mail.box->posted = step.awaited;
+    *(volatile u32 *)&mail.box->posted = request;
   }
 }
 
-// All threads of a block of THREADS: whether a routed expert has no slot. So blocks that stream need not wait for a plan of
-// nothing.
-template <int THREADS> __device__ __forceinline__ bool any_miss(const StepCall &call) {
+// All threads of a block: whether a routed expert has no slot. So blocks that stream need not wait for a plan of nothing.
+__device__ __forceinline__ bool any_miss(const StepCall &call) {
   const int live = min(call.pairs, *call.live * TOP_K);
   bool miss = false;
-  for (int p = threadIdx.x; p < live; p += THREADS) {
+  for (int p = threadIdx.x; p < live; p += STEP_THREADS) {
     int id = call.ids[p];
     miss |= id >= 0 && id < EXPERTS && call.slot_table[id] < 0;
   }
@@ -250,18 +256,68 @@ __device__ __forceinline__ int stream_records(Step &step, const Slots &slots, in
   return records;
 }
 
-// All threads of all blocks of a kernel of THREADS a block, in a step with a miss: the first block plans and posts, the first
-// `streams` stream: more loads than fill the link only keep the CPU from its own.
-// When it returns, step.table and the staging slots are those of this step; whether the CPU was asked.
-template <int THREADS>
-__device__ __forceinline__ bool plan_together(const StepCall &call, Step &step, const Mail &mail, const Slots &slots,
-                                              int streams, PlanRoom &room) {
-  if (blockIdx.x == 0) plan_step<THREADS>(call, step, mail, true, room);
-  const int records = stream_records<THREADS>(step, slots, blockIdx.x, min(streams, int(gridDim.x)), gridDim.x);
-  if (records > 0 && threadIdx.x == 0)
-    while (load_acquire((const u32 *)&step.planned)) __nanosleep(40);
-  __syncthreads();
-  return __ldcg(&step.pending);
+// One warp, a pair of the only token a lane: what plan_step does, in registers. All but the request itself is written; true:
+// the CPU is to be asked. id: of the lane's pair, or -1; slot: its slot, or -1.
+__device__ __forceinline__ bool plan_token(const StepCall &call, Step &step, const Mail &mail, int id, int slot, int lane) {
+  const Costs costs = *call.costs;
+  const float weight = lane < TOP_K ? call.weights[lane] : 0.f;
+  const bool routed = id >= 0;
+  bool first = routed;  // of its expert's pairs
+  int pairs = 0;        // of its expert
+#pragma unroll
+  for (int i = 0; i < TOP_K; i++) {
+    const bool same = __shfl_sync(~0u, id, i) == id;
+    pairs += same, first &= !same || i >= lane;
+  }
+  const bool missed = first && slot < 0;
+  const u32 all_missed = __ballot_sync(~0u, missed);
+  const int n = __popc(all_missed);
+  int rank = 0, taken = 0;  // of the missed experts; those that are streamed
+  u64 record = 0;
+  bool here = missed && call.staging > 0;  // if nothing is gained by streaming, nothing need be asked of the host's memory
+  for (int look = 0; look < 2; look++) {
+    const int key = missed ? stream_key(here, pairs, id) : -1;
+    float cpu = lane == n ? 0.f : costs.cpu_call;
+    rank = 0;
+#pragma unroll
+    for (int i = 0; i < TOP_K; i++) rank += __shfl_sync(~0u, key, i) > key;
+#pragma unroll
+    for (int i = 0; i < TOP_K; i++) {
+      const int its_rank = __shfl_sync(~0u, rank, i), its_pairs = __shfl_sync(~0u, pairs, i);
+      if ((all_missed >> i & 1) && its_rank >= lane) cpu += costs.cpu(its_pairs, lane > 0);
+    }
+    const int most = min(min(call.staging, MAX_STAGED), __popc(__ballot_sync(~0u, here)));
+    const float time = fmaxf(cpu, float(lane) * costs.stream_expert);  // if the first `lane` of them are streamed
+    const u32 bits = lane <= most ? __float_as_uint(time) : ~0u;
+    taken = __ffs(__ballot_sync(~0u, bits == __reduce_min_sync(~0u, bits))) - 1;
+    if (taken == 0 || look == 1) break;
+    record = missed ? *(const volatile u64 *)(call.records + id) : 0;
+    here = record != 0;
+  }
+  const bool streamed = missed && rank < taken;
+  if (streamed) {
+    slot = call.staging_first + rank;
+    step.from[rank] = record, step.to[rank] = slot, mail.streamed[rank] = id;
+  }
+#pragma unroll
+  for (int i = 0; i < TOP_K; i++) {  // other pairs of a streamed expert
+    const int its_id = __shfl_sync(~0u, id, i), its_slot = __shfl_sync(~0u, slot, i);
+    if (its_id == id && its_slot >= 0) slot = its_slot;
+  }
+  if (routed) step.table[id] = slot, atomicAdd(call.heat + id, 1u);
+  const u32 cpus = __ballot_sync(~0u, routed && slot < 0);
+  if (lane < TOP_K) mail.ids[lane] = routed && slot < 0 ? id : -1, mail.weights[lane] = weight;
+  const int hits = __popc(__ballot_sync(~0u, first)) - n;
+  __syncwarp();
+  if (lane == 0) {
+    step.pending = n > taken;
+    if (n > taken) next_request(step);
+    store_release((u32 *)&step.planned, u32(1 + taken));
+    mail.box->layer = call.layer, mail.box->tokens = 1, mail.box->streamed = taken;
+    tally(call.counts, CALLS, 1), tally(call.counts, CALLS_MISSED, 1), tally(call.counts, HITS, hits);
+    tally(call.counts, MISSES, n), tally(call.counts, STREAMED, taken), tally(call.counts, PAIRS_CPU, __popc(cpus));
+  }
+  return n > taken;
 }
 
 // All threads of all blocks: returns when the CPU's rows of this call are in memory. The first block polls the mailbox, the

@@ -5,7 +5,7 @@
 
 // What is to be done, found by every warp for itself, so that it may start at once: all write the same. slot: of this lane's
 // pair, or -1.
-__device__ __forceinline__ void find_work(Work &work, int id, int slot, int lane) {
+__device__ __forceinline__ void find_work(Work &work, int id, int slot, bool pending, int lane) {
   const bool routed = id >= 0 && id < EXPERTS;
   if (!routed) slot = -1;
   const u32 with_slot = __ballot_sync(~0u, slot >= 0);
@@ -21,8 +21,40 @@ __device__ __forceinline__ void find_work(Work &work, int id, int slot, int lane
     if (slot >= 0) work.pair[k] = lane, work.slot[k] = slot;
   }
   const int pairs = __popc(with_slot), tiles = (ROW_TILES - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
-  if (lane == 0) work.pairs = pairs, work.units = pairs * UNITS, work.tiles = tiles, work.items = tiles * pairs * GROUPS<Down>;
+  if (lane == 0) {
+    work.pending = pending, work.pairs = pairs, work.units = pairs * UNITS;
+    work.tiles = tiles, work.items = tiles * pairs * GROUPS<Down>;
+  }
   __syncwarp();
+}
+
+// A thread's part of x, eight values each.
+constexpr int EIGHTS = HIDDEN / 8, MOST_EIGHTS = (EIGHTS + WARPS * 32 - 1) / (WARPS * 32);
+
+// All threads of all blocks, of a token with a miss: the first block plans and asks the CPU, the first `streams` stream: more
+// loads than fill the link would only keep the CPU from its own. When it returns, step.table and the staging slots are those
+// of this step; whether the CPU was asked.
+__device__ __forceinline__ bool begin_token(const StepCall &call, Step &step, const Mail &mail, const Slots &slots, int streams,
+                                            const uint4 (&x)[MOST_EIGHTS], int id, int slot, int warp, int lane) {
+  if (blockIdx.x == 0) {
+    __shared__ bool asks;
+#pragma unroll
+    for (int i = 0; i < MOST_EIGHTS; i++) {
+      const int place = threadIdx.x + i * WARPS * 32;
+      if (place < EIGHTS) ((uint4 *)mail.x)[place] = x[i];
+    }
+    if (warp == 0) asks = plan_token(call, step, mail, id, slot, lane);
+    __syncthreads();
+    if (threadIdx.x == 0 && asks) {
+      __threadfence_system();
+      *(volatile u32 *)&mail.box->posted = step.awaited;
+    }
+  }
+  const int records = stream_records<WARPS * 32>(step, slots, blockIdx.x, streams, gridDim.x);
+  if (records > 0 && threadIdx.x == 0)
+    while (load_acquire((const u32 *)&step.planned)) __nanosleep(40);
+  __syncthreads();
+  return __ldcg(&step.pending);
 }
 
 // One warp: what plan_step counts of a token whose experts all have slots. id: of this lane's pair, or -1.
@@ -109,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     decode_one(const u16 *x, const int *ids, const float *route_weights, const int *slot_table, u8 *slots, size_t stride,
                s8 *hq, int *h_exponents, Progress *progress, float *rows, u16 *out, const int *live_tokens, Step *step, Box *box,
                u64 *counts, u64 patience, size_t bytes, const u64 *records, int layer, int staging_first, int staging,
-               int streams, const Costs *costs, u32 *heat, int *step_ids, int *box_ids, float *box_weights, u16 *box_x, int *box_streamed) {
+               int streams, const Costs *costs, u32 *heat, int *box_ids, float *box_weights, u16 *box_x, int *box_streamed) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ Work work;
   __shared__ __align__(32) u8 zero_block[48];
@@ -118,30 +150,29 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   wait_for_previous();
   let_next_start();
   __shared__ int table[EXPERTS];
-  constexpr int EIGHTS = HIDDEN / 8, MOST = (EIGHTS + WARPS * 32 - 1) / (WARPS * 32);
-  uint4 eights[MOST];
+  uint4 eights[MOST_EIGHTS];
   int id = lane < TOP_K ? ids[lane] : -1;
   for (int i = threadIdx.x; i < EXPERTS; i += WARPS * 32) table[i] = slot_table[i];
 #pragma unroll
-  for (int i = 0; i < MOST; i++) {
+  for (int i = 0; i < MOST_EIGHTS; i++) {
     const int place = threadIdx.x + i * WARPS * 32;
     eights[i] = place < EIGHTS ? ((const uint4 *)x)[place] : uint4{0, 0, 0, 0};
   }
   if (HYBRID && *live_tokens <= 0) id = -1;
   __syncthreads();
   int slot = id >= 0 && id < EXPERTS ? table[id] : -1;
-  bool pending = false;  // the CPU computes some pair
+  bool pending = false;
   const bool routed = id >= 0 && id < EXPERTS;
   if (HYBRID && __any_sync(~0u, routed && slot < 0)) {
     const StepCall call = {x,  ids,    route_weights, TOP_K, slot_table, records, layer, staging_first, staging, costs,
-                           heat, counts, live_tokens, step_ids};
-    pending = plan_together<WARPS * 32>(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, {slots, stride, bytes},
-                                        streams, *(PlanRoom *)shared);
+                           heat, counts, live_tokens, nullptr};
+    pending = begin_token(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, {slots, stride, bytes},
+                          min(streams, int(gridDim.x)), eights, routed ? id : -1, slot, warp, lane);
     if (routed) slot = __ldcg(step->table + id);
   } else if (HYBRID && blockIdx.x == 0 && warp == 0) {
     note_hits(routed ? id : -1, heat, counts, lane);
   }
-  find_work(work, id, slot, lane);
+  find_work(work, id, slot, pending, lane);
   const SlotWeights all_slots = {slots, stride};
   u8 *ring = shared + warp * DEPTH * STAGE_BYTES, *q = shared + WARPS * DEPTH * STAGE_BYTES;
   int *exponents = (int *)(q + Q_BYTES);
@@ -151,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   stream.fill(work, all_slots, warp, lane);  // no more before x is quantized: the memory has enough to do
   if (threadIdx.x < 12) ((u32 *)zero_block)[threadIdx.x] = 0;
 #pragma unroll
-  for (int i = 0; i < MOST; i++) quantize_eight(eights[i], threadIdx.x + i * WARPS * 32, q, exponents);
+  for (int i = 0; i < MOST_EIGHTS; i++) quantize_eight(eights[i], threadIdx.x + i * WARPS * 32, q, exponents);
   __syncthreads();
 
 #pragma unroll 1
@@ -190,6 +221,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   }
   wait_copies<0>();
   __syncthreads();
-  if (pending) await_answer(*step, box, counts, patience);
+  if (HYBRID && work.pending) await_answer(*step, box, counts, patience);
   combine(work, parts, route_weights, rows, out);
 }

@@ -48,7 +48,6 @@ constexpr int STAGE_BYTES = larger(Up::STAGE, Down::STAGE) * GROUP_CHAINS * 272;
 // After the rings: activations, first x, then h of every pair; their exponents; sums.
 constexpr int Q_BYTES = larger(Up::INPUTS * PITCH<Up>, TOP_K * Down::INPUTS * PITCH<Down>);
 constexpr int EXPONENT_BYTES = (larger(Up::BLOCKS, TOP_K * UNITS) * 4 + 15) / 16 * 16;
-static_assert(sizeof(PlanRoom) <= WARPS * DEPTH * STAGE_BYTES);  // a plan is made where the rings will be
 static_assert(WARPS % GROUPS<Up> == 0 && Up::STAGE <= 4 && Down::STAGE <= 4 && TOP_K <= 32 && DEPTH >= 2);
 
 struct Progress {  // of all blocks; zero between launches
@@ -57,6 +56,7 @@ struct Progress {  // of all blocks; zero between launches
 
 struct Work {  // of the block, in shared memory: registers are scarce
   int pairs, units, items, tiles;  // pairs with a slot; units of all blocks; items and row tiles of this block
+  bool pending;                    // the CPU computes some pair
   int pair[TOP_K], slot[TOP_K];    // of those with a slot
   int order[TOP_K], turn[TOP_K];   // in ascending expert id: which pair, and which of those with a slot or why none
 };
