@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from moetier.bench import BenchError
-from moetier.bench.check import check_folder
+from moetier.bench.check import check_folder, problems
 from moetier.bench.documents import sha256_of
 from moetier.bench.provenance import git_blob, stated
-from moetier.bench.result import SUMS, write_result
+from moetier.bench.result import SUMS, Result, Section, cells_of, tier_cells, to_text, write_result
+from moetier.bench.samples import Cell
 from tests.bench.made import checkout, commit_all, git, made
 
 
@@ -134,6 +135,72 @@ def test_an_edit_that_contradicts_the_rest_is_found_even_where_it_was_never_comm
     path.write_text(json.dumps(state))
     relist(root)
     assert any("tiny__a" in line and "changed" not in line for line in found(root))
+
+
+def stream_of(state: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    stream: dict[str, Any] = section(state, number)["raw"]["trials"][0]["streams"][0]
+    return stream
+
+
+def trial_of(state: dict[str, Any]) -> dict[str, Any]:
+    trial: dict[str, Any] = section(state, 0)["raw"]["trials"][0]
+    return trial
+
+
+def another(state: dict[str, Any]) -> None:
+    """A good trial twice: as if it had been measured again until it was."""
+    trials = section(state, 0)["raw"]["trials"]
+    trials.append(trials[0])
+
+
+def shrunk(state: dict[str, Any]) -> None:
+    for counters, value in (("counters_before", 5.0), ("counters_after", 4.0)):
+        state[counters] = {"vllm:prompt_tokens_total": value}
+
+
+IMPOSSIBLE: dict[str, tuple[Edit, str]] = {
+    "negative seconds": (lambda s: trial_of(s).update(seconds=-1.0), "less than no time"),
+    "negative energy": (lambda s: trial_of(s).update(joules=-1.0), "less than no time, no energy"),
+    "an end before the beginning": (lambda s: stream_of(s).update(end=-0.5), "and ended at -0.5 s"),
+    "sent before it was due": (lambda s: stream_of(s).update(due=0.5), "due at 0.5 s was sent at"),
+    "tokens after the end": (lambda s: stream_of(s)["gaps_us"].append(9 * 10**6), "or after its end"),
+    "arrivals without tokens": (lambda s: stream_of(s)["tokens"].pop(), "brought tokens"),
+    "a gap backwards": (lambda s: stream_of(s)["gaps_us"].__setitem__(1, -5), "arrived before they were sent"),
+    "more tokens than asked": (lambda s: stream_of(s, 2).update(completion_tokens=17), "17 tokens, at most 16"),
+    "more cached than sent": (lambda s: stream_of(s, 1).update(cached_tokens=33), "33 tokens of a prompt of 32"),
+    "a trial more": (another, "5 trials of C1 were to be measured, found 6"),
+    "a trial fewer": (lambda s: section(s, 0)["raw"]["trials"].pop(), "5 trials of C2 were to be measured, found 4"),
+    "a trial of another label": (lambda s: trial_of(s).update(label="C3"), "found 1"),
+    "a probe quicker than its trials": (lambda s: section(s, 0).update(seconds=0.0) or slow(s), "in 0.0 s"),
+    "a run quicker than its probes": (lambda s: section(s, 1).update(seconds=900.0), "of a run of 60 s"),
+    "a start of no time": (lambda s: s["served"].update(start_seconds=[-1.0]), "a start took less than no time"),
+    "counters that fall": (shrunk, "a counter fell"),
+}
+
+
+def slow(state: dict[str, Any]) -> None:
+    trial_of(state).update(seconds=9.0)
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_what_cannot_have_been_measured_is_found_with_every_cell_and_hash_made_anew(what: str) -> None:
+    edit, said = IMPOSSIBLE[what]
+    state = json.loads(to_text(made()))
+    edit(state)
+    result = Result.model_validate(state)
+    sections = [s.model_copy(update={"cells": cells_again(s)}) for s in result.sections]
+    boot = (*result.served.cells(), *tier_cells(result.counters_before, result.counters_after))
+    result = result.model_copy(update={"sections": tuple(sections), "boot": boot}).sealed()
+    wrong = list(problems(to_text(result).encode(), result))
+    assert any(said in line for line in wrong), wrong
+
+
+def cells_again(part: Section) -> tuple[Cell, ...]:
+    """As a forger would, who leaves them where nothing can be computed."""
+    try:
+        return cells_of(part.probe, part.raw, None)
+    except (ValueError, ZeroDivisionError):
+        return part.cells
 
 
 def relist(root: Path) -> None:

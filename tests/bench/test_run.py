@@ -280,6 +280,8 @@ def test_a_machine_that_is_too_small_is_refused() -> None:
         ("id: tiny/a\nsummary: x\nspeed: 9\n", "speed: Extra inputs are not permitted"),
         ("", "Input should be a valid dictionary"),
         ("a: &a [*a]\n", "expected YAML"),
+        ('serve: {engine: vllm, vllm: ["a\\0b"]}\n', "a zero byte cannot be given to a program"),
+        ("serve: {engine: vllm, env: {A=B: x}}\n", "'A=B' cannot be the name of a variable"),
     ],
 )
 def test_bad_recipes_are_named(tmp_path: Path, text: str, said: str) -> None:

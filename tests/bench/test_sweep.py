@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -59,6 +60,26 @@ def test_values_become_settings_and_flags() -> None:
         with_values(RECIPE, {"dram_record": 1})
     with pytest.raises(BenchError, match="share such as 25%"):
         with_values(RECIPE, {"dram_records": "lots"})
+    with pytest.raises(BenchError, match="a zero byte cannot be given to a program"):
+        with_values(RECIPE, {"vllm:--model": "a\0b"})
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after"),
+    [
+        ("--enforce-eager --max-num-seqs 8", {"--enforce-eager": True}, "--max-num-seqs 8 --enforce-eager"),
+        ("--enforce-eager --max-num-seqs 8", {"--enforce-eager": False}, "--max-num-seqs 8"),
+        ("--max-num-seqs=8 --enforce-eager", {"--max-num-seqs": 4}, "--enforce-eager --max-num-seqs 4"),
+        ("--seed -1 --enforce-eager", {"--seed": 2}, "--enforce-eager --seed 2"),
+        ("--seed 1 --seed 3 -O 0", {"--seed": 2}, "-O 0 --seed 2"),
+    ],
+)
+def test_a_flag_takes_only_its_own_words(before: str, values: dict[str, Any], after: str) -> None:
+    serve = RECIPE.serve.model_copy(update={"vllm": tuple(before.split())})
+    varied = with_values(
+        RECIPE.model_copy(update={"serve": serve}), {f"vllm:{flag}": value for flag, value in values.items()}
+    )
+    assert " ".join(varied.serve.vllm) == after
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft.2048<", "<3", "ttft=3", "ttft.2048<nan", "ttft.2048<1e999", "a<b"])

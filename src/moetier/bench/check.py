@@ -11,6 +11,7 @@ import yaml
 
 from moetier.bench import BenchError
 from moetier.bench.documents import Recipe, sha256_of
+from moetier.bench.possible import impossible
 from moetier.bench.provenance import git, not_of
 from moetier.bench.result import SUMS, Result, cells_of, listed, parse_result, read_data, tier_cells
 from moetier.bench.samples import Cell
@@ -48,6 +49,10 @@ def problems(data: bytes, result: Result) -> Iterator[str]:
     done = [section.probe for section in result.sections]
     if done != list(probes[: len(done)]) or (result.status == "ok" and len(done) != len(probes)):
         yield "its probes are not those of its suite and recipe"
+    strange = list(impossible(result))
+    yield from strange
+    if strange:
+        return  # there is nothing to compute from what was never measured
     for section in result.sections:
         limit = result.suite.most_foreign_cpus
         yield from _cells_differ(section.probe.probe, section.cells, cells_of(section.probe, section.raw, limit))

@@ -68,6 +68,14 @@ class Serve(Frozen):
     """Of those that a suite asks for, where starts take too long to repeat them; None: all."""
 
     @model_validator(mode="after")
+    def _words_can_be_given(self) -> Serve:
+        if any("\0" in word for word in (*self.vllm, *self.env, *self.env.values())):
+            raise ValueError("a zero byte cannot be given to a program")
+        if wrong := [name for name in self.env if not name or "=" in name]:
+            raise ValueError(f"{wrong[0]!r} cannot be the name of a variable")
+        return self
+
+    @model_validator(mode="after")
     def _settings_are_known(self) -> Serve:
         if self.engine == "vllm" and self.settings:
             raise ValueError("stock vLLM knows no settings of moetier")
@@ -153,7 +161,7 @@ class Suite(Frozen):
         result = []
         for probe in self.probes:
             wanted = {**probe.model_dump(mode="json"), **recipe.params.get(probe.probe, {})}
-            result.append(_validated(type(probe), wanted, f"{recipe.id}: params.{probe.probe}"))
+            result.append(validated(type(probe), wanted, f"{recipe.id}: params.{probe.probe}"))
         if unknown := sorted(set(recipe.params) - set(PROBE_NAMES)):
             raise BenchError(f"{recipe.id}: params of unknown probes {unknown}; known: {', '.join(PROBE_NAMES)}")
         assert known <= set(PROBE_NAMES)
@@ -185,14 +193,14 @@ def read_document(path: Path, kind: type[Document]) -> Document:
         raise BenchError(f"{path} cannot be read: {error.strerror}; correct or remove it") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, StoreError, ValueError) as error:
         raise BenchError(f"{path}: expected YAML, found {' '.join(str(error).split())}") from None
-    document: Document = _validated(kind, raw, str(path))
+    document: Document = validated(kind, raw, str(path))
     name = path.stem if kind is not Recipe else f"{path.parent.name}/{path.stem}"
     if document.id != name:
         raise BenchError(f"{path}: expected the id of its place, {name}, found {document.id}")
     return document
 
 
-def _validated(kind: type[Any], raw: Any, where: str) -> Any:
+def validated(kind: type[Any], raw: Any, where: str) -> Any:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from moetier.bench import BenchError
 from moetier.bench.check import imported_name, problems
-from moetier.bench.documents import MachineFile, Recipe, Suite
+from moetier.bench.documents import MachineFile, Recipe, Suite, validated
 from moetier.bench.here import set_folders
 from moetier.bench.provenance import Code, code_of, machine_here, model_files
 from moetier.bench.result import LARGEST, Result, to_text, write_result
@@ -86,13 +86,15 @@ def checked_for_paths(result: Result, paths: list[str]) -> Result:
 
 def _recipe(model: Path, identity: str, settings: dict[str, Any], vllm: tuple[str, ...], env: dict[str, str]) -> Recipe:
     name = slug(model.resolve().name)
-    return Recipe.model_validate(
+    return validated(  # type: ignore[no-any-return]
+        Recipe,
         {
             "id": f"prove/{name}",
             "summary": f"{model.resolve().name}, {', '.join(f'{k} {v}' for k, v in settings.items()) or 'as it fits'}",
             "model": {"name": name, "folder": "{model}", "identity": identity},
             "serve": {"engine": "moetier", "settings": settings, "vllm": vllm, "env": env},
-        }
+        },
+        "what is asked for",
     )
 
 

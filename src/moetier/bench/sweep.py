@@ -108,14 +108,14 @@ def combinations(axes: Sequence[tuple[str, list[Any]]]) -> Iterator[Values]:
 
 
 def with_values(recipe: Recipe, values: Values) -> Recipe:
-    """The recipe with other settings; vllm:--FLAG names an argument of vLLM. BenchError if a setting is unknown."""
+    """The recipe with other settings; vllm:--FLAG names an argument of vLLM, which true makes a switch without a value
+    and false leaves out. BenchError if a setting is unknown.
+    """
     settings = {name: value for name, value in values.items() if not name.startswith("vllm:")}
     flags = {name.removeprefix("vllm:"): value for name, value in values.items() if name.startswith("vllm:")}
-    words = list(recipe.serve.vllm)
+    words: list[str] = list(recipe.serve.vllm)
     for flag, value in flags.items():
-        if flag in words:
-            del words[words.index(flag) : words.index(flag) + 2]
-        words += [flag, str(value)]
+        words = [*_without(words, flag), *(() if value is False else (flag,) if value is True else (flag, str(value)))]
     serve = recipe.serve.model_dump()
     serve |= {"settings": {**recipe.serve.settings, **settings}, "vllm": words}
     try:
@@ -123,6 +123,17 @@ def with_values(recipe: Recipe, values: Values) -> Recipe:
     except ValidationError as error:
         said = "; ".join(detail["msg"] for detail in error.errors(include_url=False, include_input=False))
         raise BenchError(f"{recipe.id} with {values}: {said}") from None
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """Words without a flag and its value, if it has one: the next word, unless that is a flag too."""
+    kept: list[str] = []
+    dropping = False
+    for word in words:
+        value, dropping = dropping and not re.match(r"--|-[a-zA-Z]", word), word == flag
+        if not (value or dropping or word.startswith(f"{flag}=")):
+            kept.append(word)
+    return kept
 
 
 def thinned(suite: Suite, wanted: Sequence[str]) -> Suite:

@@ -24,6 +24,15 @@ class Coding(Probe):
     max_tokens: int = Field(1024, ge=16)
     repeats: int = Field(2, ge=1)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return self.max_tokens
+
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """By label."""
+        return {f"q{number}": self.repeats for number in range(len(CODING))}
+
     async def measure(self, target: Target) -> Raw:
         """Ask each in turn."""
         limit = min(self.max_tokens, target.endpoint.positions - 128)
@@ -89,6 +98,15 @@ class Mixed(Probe):
     longest: int = Field(8192, ge=1)
     max_tokens: int = Field(512, ge=1)
     seed: int = 0
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return self.max_tokens
+
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """By label."""
+        return {} if raw.skipped else {"mixed": 1}
 
     async def measure(self, target: Target) -> Raw:
         """Times and lengths are drawn from the seed: the same in every run."""

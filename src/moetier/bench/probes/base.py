@@ -77,6 +77,15 @@ class Target:
 class Probe(Frozen):
     """Base of all probes."""
 
+    @property
+    def most_tokens(self) -> int | None:
+        """That one answer is asked to have; None where that depends on the model's positions."""
+        return None
+
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """How many trials each label has, those that were disturbed left out; None where it has none of its own."""
+        return None
+
     async def measure(self, target: Target) -> Raw:
         """Measure; what the server does wrong is in the result, not raised."""
         raise NotImplementedError

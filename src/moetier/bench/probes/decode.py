@@ -29,6 +29,10 @@ class Decode(Probe):
     stagger_seconds: float = Field(0.02, ge=0)
     prompt_tokens: int = Field(64, ge=1)
 
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """By label."""
+        return {f"C{level}": self.repeats for level in self.levels}
+
     async def measure(self, target: Target) -> Raw:
         """One dropped trial first: it warms what the server compiles or reads at first use."""
         await self._trial(target, self.levels[0])

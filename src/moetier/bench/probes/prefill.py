@@ -18,6 +18,15 @@ class Prefill(Probe):
     lengths: tuple[int, ...] = (2048, 8192, 65536)
     repeats: int = Field(5, ge=1)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return 1
+
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """By label."""
+        return {str(length): self.repeats for length in self.lengths if str(length) not in raw.skipped}
+
     async def measure(self, target: Target) -> Raw:
         """One dropped prompt of each length first."""
         trials: list[Trial] = []
@@ -52,6 +61,15 @@ class Growth(Probe):
     lengths: tuple[int, ...] = (128, 2048, 8192, 32768)
     tokens: int = Field(128, ge=8)
     repeats: int = Field(3, ge=1)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return self.tokens
+
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """By label."""
+        return {str(length): self.repeats for length in self.lengths if str(length) not in raw.skipped}
 
     async def measure(self, target: Target) -> Raw:
         """Each context is a new one."""

@@ -39,6 +39,11 @@ class Quality(Probe):
     concurrency: int = Field(8, ge=1)
     max_tokens: int = Field(256, ge=1)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return self.max_tokens
+
     async def measure(self, target: Target) -> Raw:
         """What answered is not kept, only whether it was right and how long it was."""
         items, skipped = _load(target.sets, self.tasks, self.limit)
@@ -91,6 +96,11 @@ class Soak(Probe):
     tasks: tuple[str, ...] = TASKS[:4]
     every: float = Field(10, gt=0)
     max_tokens: int = Field(256, ge=1)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return self.max_tokens
 
     async def measure(self, target: Target) -> Raw:
         """Rounds over all items until the time is over; a failed request ends it, and is the reason."""

@@ -13,6 +13,9 @@ from moetier.bench.probes.base import Probe, Raw, Running, Target, Timed, growth
 from moetier.bench.probes.decode import gaps_within
 from moetier.bench.samples import Cell, Trial, figure, first_fault, percentile
 
+ANSWER = 8
+"""Tokens of an answer behind a prefix."""
+
 
 class Prefix(Probe):
     """A long prefix, then `followers` questions behind it. prefix: tokens, cut to three quarters of the positions."""
@@ -22,6 +25,15 @@ class Prefix(Probe):
     followers: int = Field(4, ge=1)
     tail: int = Field(32, ge=1)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Of an answer."""
+        return ANSWER
+
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """By label."""
+        return {"cold": 1, "warm": self.followers}
+
     async def measure(self, target: Target) -> Raw:
         """The first is cold, the others find its prefix."""
         length = min(self.prefix, target.endpoint.positions * 3 // 4)
@@ -30,7 +42,7 @@ class Prefix(Probe):
         for number in range(self.followers + 1):
             prompt = shared + await target.prompts.exactly(self.tail)
             label = "warm" if number else "cold"
-            trials.append(await one(target, label, target.endpoint.completion(prompt, 8), want=length + self.tail))
+            trials.append(await one(target, label, target.endpoint.completion(prompt, ANSWER), want=length + self.tail))
         return Raw(trials=tuple(trials))
 
     def cells(self, raw: Raw) -> list[Cell]:
@@ -59,6 +71,10 @@ class Fairness(Probe):
     seconds: float = Field(3, gt=0)
     length: int = Field(8192, ge=1)
     repeats: int = Field(3, ge=1)
+
+    def trials_of(self, raw: Raw) -> dict[str, int] | None:
+        """By label."""
+        return {"enter": self.repeats}
 
     async def measure(self, target: Target) -> Raw:
         """The last stream of a trial is the one that enters."""
