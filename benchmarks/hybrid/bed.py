@@ -18,7 +18,7 @@ from moetier.kernels.gpu import DeviceExperts
 from moetier.kernels.gpu.base import Sizes
 from moetier.kernels.gpu.hybrid import COUNTS, Costs, HybridPath, LayerTables, pinned
 from moetier.layer.hybrid.model import mail_arrays
-from moetier.layer.hybrid.rates import measure_costs
+from moetier.layer.hybrid.rates import DeviceCalls, measure_costs
 from moetier.residency.arena import Arena
 from moetier.residency.device import DeviceSlots
 from moetier.residency.registered import Registered
@@ -95,7 +95,14 @@ class Bed:
         """As a server measures them at its start."""
         addresses = self.records.numpy().view(np.uint64).ravel()
         records = [torch.from_numpy(self.arena.view(slot)) for slot in range(min(8, self.arena.slots))]
-        return measure_costs(self.kernel, addresses, records, torch.empty_like(self.patterns))
+        room = torch.empty_like(self.patterns)
+
+        def device_call(
+            x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+        ) -> None:
+            self.experts.forward(x, ids, weights, table, room, out)
+
+        return measure_costs(self.kernel, addresses, records, room, DeviceCalls(device_call, range(len(room)), TOKENS))
 
     def table(self, layer: int) -> np.ndarray:
         return self.records[layer].numpy().view(np.uint64)

@@ -125,7 +125,7 @@ def spread(values: Sequence[float]) -> str:
 
 def split(ratio: float) -> Costs:
     """Costs with which the plan streams this share of any call's misses."""
-    return Costs(0.0, 1e3 * ratio, 0.0, 1e3 * (1 - ratio), 1e3 * ratio)
+    return Costs(0.0, 1e3 * ratio, 0.0, 1e3 * (1 - ratio), 1e3 * ratio, 0.0)
 
 
 def cells(bed: Bed, full: Hybrid, rates: Rates, quick: bool) -> list[dict[str, Any]]:

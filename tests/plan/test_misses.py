@@ -42,7 +42,8 @@ def as_planned(split, records, staged):
     best = None
     for streamed in range(min(records, staged) + 1):
         on_cpu, each = records - streamed, split.cpu / (1 - split.slowed) if streamed else split.cpu
-        planned = max(split.call + on_cpu * each if on_cpu else 0.0, streamed * split.link)
+        device = split.device + streamed * split.link if streamed else 0.0
+        planned = max(split.call + on_cpu * each if on_cpu else 0.0, device)
         if best is None or planned < best[0]:
             best = planned, streamed
     return split.divided(np.array([float(records)]), np.array([float(best[1])]))[0]

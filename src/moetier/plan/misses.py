@@ -40,14 +40,14 @@ class Split:
     def seconds(self, most: int, staged: int = STAGED) -> NDArray[np.float64]:
         """float64 [most + 1]: of 0, 1, ... missed records as the device divides them, at most `staged` streamed.
 
-        Like plan_step, the division does not know the device's own experts, nor that the link may end before the CPU;
-        of equals it streams the fewest.
+        Like plan_step, the division does not know that the link may end before the CPU; of equals it streams the fewest.
         """
         records: NDArray[np.float64] = np.arange(most + 1, dtype=np.float64)[:, None]
         streamed = np.minimum(np.arange(min(staged, most) + 1)[None], records)
         each = self.cpu / np.where(streamed > 0, 1 - self.slowed, 1.0)
         cpu = np.where(records > streamed, self.call + (records - streamed) * each, 0.0)
-        taken = np.maximum(cpu, streamed * self.link).argmin(axis=1)[:, None]
+        device = np.where(streamed > 0, self.device + streamed * self.link, 0.0)
+        taken = np.maximum(cpu, device).argmin(axis=1)[:, None]
         chosen: NDArray[np.float64] = np.take_along_axis(streamed, taken, 1)
         return self.divided(records, chosen)[:, 0]
 

@@ -104,11 +104,16 @@ def test_cpu_and_link_share_misses_so_that_both_end_early(benches: list[Bench], 
         bench.step([ids, [-1, -1, -1]][:tokens], costs, tokens)
         return bench.counted()["streamed"] - before
 
-    alone = Costs(cpu_call=0.0, cpu_expert=10.0, cpu_pair=1.0, stream_expert=15.0, cpu_expert_beside=10.0)
+    alone = Costs(
+        cpu_call=0.0, cpu_expert=10.0, cpu_pair=1.0, stream_expert=15.0, cpu_expert_beside=10.0, device_pair=0.0
+    )
     assert streamed([0, 2, 3], alone) == 1  # 20 instead of 30, with two 30
     assert streamed([0, 1, 3], alone) == 1
     assert streamed([0, 1, 4], alone) == 0
-    assert streamed([0, 2, 3], Costs(0.0, 10.0, 1.0, 15.0, 40.0)) == 0  # what is streamed slows the CPU down too much
-    assert streamed([0, 2, 3], Costs(100.0, 10.0, 1.0, 15.0, 10.0)) == 3  # the CPU need not even be asked
-    assert streamed([6, 6, 2], Costs(0.0, 1.0, 10.0, 15.0, 1.0)) == 1  # that of two pairs
+    assert streamed([0, 2, 3], Costs(0.0, 10.0, 1.0, 15.0, 40.0, 0.0)) == 0  # it slows the CPU down too much
+    assert streamed([0, 2, 3], Costs(100.0, 10.0, 1.0, 15.0, 10.0, 0.0)) == 3  # the CPU need not even be asked
+    assert streamed([6, 6, 2], Costs(0.0, 1.0, 10.0, 15.0, 1.0, 0.0)) == 1  # that of two pairs
     assert bench.counted()["pairs_cpu"] == 2 + 1 + 1 + 3 + 0 + 1
+    # What has a slot is computed after what is streamed: 25 with one of two experts streamed, 20 with none.
+    assert streamed([1, 2, 3], Costs(0.0, 10.0, 1.0, 15.0, 10.0, 5.0)) == 0
+    assert streamed([1, 2, 3], Costs(0.0, 10.0, 1.0, 15.0, 10.0, 2.0)) == 1

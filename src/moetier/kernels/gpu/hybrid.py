@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -69,14 +69,15 @@ class Costs:
     stream_expert: float
     cpu_expert_beside: float
     """An expert on the CPU while records are streamed, which come out of the same DRAM."""
+    device_pair: float
+    """A token's expert on the device, which begins when all that is streamed is there."""
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        values = [self.cpu_call, self.cpu_expert, self.cpu_pair, self.stream_expert, self.cpu_expert_beside]
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return torch.tensor(astuple(self), dtype=torch.float32, device=device)
 
 
-ALL_CPU = Costs(0.0, 0.0, 0.0, 1e12, 0.0)
-ALL_STREAM = Costs(1e12, 1e12, 0.0, 0.0, 1e12)
+ALL_CPU = Costs(0.0, 0.0, 0.0, 1e12, 0.0, 0.0)
+ALL_STREAM = Costs(1e12, 1e12, 0.0, 0.0, 1e12, 0.0)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, Layer
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.check import check_paths
 from moetier.layer.hybrid.layer import HybridLayer, Shared
-from moetier.layer.hybrid.rates import measure_costs
+from moetier.layer.hybrid.rates import DeviceCalls, measure_costs
 from moetier.layer.hybrid.refill import Refiller, Told
 from moetier.layer.hybrid.stream import Streamer
 from moetier.layer.model import TieredModel
@@ -211,7 +211,17 @@ class HybridModel:
             return ALL_CPU
         there = np.concatenate([tier.addresses[tier.addresses != 0] for tier in tiers])
         records = [self.layers[0].record_at(int(address)) for address in there[: self.plan.staging]]
-        return measure_costs(self.tiers.kernel, there, records, self.slots[-self.plan.staging :])
+        heat, counts = torch.zeros_like(self._heat[0]), torch.zeros_like(self._counts[0])
+
+        def device_call(
+            x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+        ) -> None:
+            self.path.forward(LayerTables(0, table, self._records[0], heat, counts), x, ids, weights, out)
+
+        room = self.slots[-self.plan.staging :]
+        return measure_costs(
+            self.tiers.kernel, there, records, room, DeviceCalls(device_call, self.path.staging, self.path.tokens)
+        )
 
     def _make_refiller(self) -> Refiller:
         tiers, experts = self.tiers, self.tiers.part.geometry.experts

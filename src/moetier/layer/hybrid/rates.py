@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 
@@ -11,12 +12,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moetier.formats import LayerGeometry
 from moetier.kernels.cpu import CpuExperts
 from moetier.kernels.gpu.hybrid import ALL_CPU, Costs
 
+TOKENS, CALLS = 4, 8
+"""Of a call on the device that is measured; such calls in a graph."""
 WARM, ROUNDS, EXPERTS, PAIRS = 3, 9, 8, 32
 """Calls before the measured ones, which wake the threads; calls that a figure is the median of; experts of a call of
 many, and pairs of each in a call that computes much."""
+
+
+@dataclass(frozen=True)
+class DeviceCalls:
+    """Layer calls on the device, of up to `tokens` tokens, over slots that hold records, numbered `places`.
+
+    forward: x bf16 [T, hidden], ids int32 and weights float32 [T, top_k], slot table int32 [experts], out like x.
+    """
+
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+    places: range
+    tokens: int
 
 
 def measure_costs(
@@ -24,6 +40,7 @@ def measure_costs(
     addresses: NDArray[np.uint64],
     records: Sequence[torch.Tensor],
     room: torch.Tensor,
+    device: DeviceCalls,
 ) -> Costs:
     """Takes a fraction of a second.
 
@@ -37,6 +54,8 @@ def measure_costs(
         Some of the records as tensors that the device can copy from.
     room
         uint8 [slots, stride] on the device, to copy them to.
+    device
+        Layer calls over those slots.
 
     """
     experts = min(EXPERTS, kernel.geometry.experts, kernel.max_tokens)
@@ -45,20 +64,21 @@ def measure_costs(
     pairs = max(1, min(PAIRS, kernel.max_tokens * min(kernel.geometry.top_k, experts) // experts))
     rng = np.random.default_rng(0)
 
-    def cpu_ns(count: int, each: int, streaming: float = 0.0) -> float:
-        """Of a call; streaming: records that are copied meanwhile."""
+    def cpu_ns(count: int, each: int, copies: int = 0) -> tuple[float, float]:
+        """Of a call, and of one of the copies to the device that are made meanwhile."""
         call, times = _call(kernel, count, each), []
         for _ in range(WARM + ROUNDS):
             table = np.zeros(kernel.geometry.experts, np.uint64)
             table[:count] = rng.choice(addresses, count)
-            _copy(records, room, round(streaming))
-            times.append(_timed(partial(call, table)))
-            torch.cuda.current_stream().synchronize()
-        return statistics.median(times[WARM:])
+            copied = _device_ns(partial(_copy, records, room, copies))
+            cpu = _timed(partial(call, table))
+            times.append((cpu, copied() / max(copies, 1)))
+        cpu_ns, copy_ns = np.median(times[WARM:], axis=0).tolist()
+        return cpu_ns, copy_ns
 
-    one, many, busy = cpu_ns(1, 1), cpu_ns(experts, 1), cpu_ns(experts, pairs)
-    stream = _copy_ns(records, room)
-    beside = cpu_ns(experts, 1, streaming=2 * many / stream + 1)
+    one, many, busy = (cpu_ns(*call)[0] for call in ((1, 1), (experts, 1), (experts, pairs)))
+    alone = statistics.median(_device_ns(partial(_copy, records, room, experts))() for _ in range(ROUNDS)) / experts
+    beside, stream = cpu_ns(experts, 1, copies=max(1, round(many / alone)))
     expert = max((many - one) / (experts - 1), 1.0)
     call = max(one - expert, 0.0)
     return Costs(
@@ -67,6 +87,7 @@ def measure_costs(
         cpu_pair=max((busy - many) / experts + expert, 0.0) / pairs,
         stream_expert=stream,
         cpu_expert_beside=max((beside - call) / experts, expert),
+        device_pair=_pair_ns(kernel.geometry, device, room.device),
     )
 
 
@@ -89,17 +110,35 @@ def _call(kernel: CpuExperts, experts: int, pairs: int) -> Callable[[NDArray[np.
     return lambda table: kernel.rows(x, ids, weights, table, rows)
 
 
-def _copy_ns(records: Sequence[torch.Tensor], room: torch.Tensor) -> float:
-    """Nanoseconds that one record takes to the device."""
-    count, times = min(len(records), room.shape[0]), []
-    for _ in range(ROUNDS):
-        start, end = _event(), _event()
-        start.record()
-        _copy(records, room, count)
-        end.record()
+def _pair_ns(g: LayerGeometry, calls: DeviceCalls, device: torch.device) -> float:
+    """Of a token's expert in a captured call of a few tokens, all of which have slots."""
+    tokens = min(TOKENS, calls.tokens)
+    slots = calls.places.start + torch.arange(g.experts, dtype=torch.int32, device=device) % len(calls.places)
+    x = torch.ones((tokens, g.hidden), dtype=torch.bfloat16, device=device)
+    each = torch.arange(tokens * g.top_k, dtype=torch.int32, device=device).view(tokens, g.top_k) % g.experts
+    weights, out = torch.ones((tokens, g.top_k), device=device), torch.empty_like(x)
+    calls.forward(x, each, weights, slots, out)  # what is made at a first call
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            calls.forward(x, each, weights, slots, out)
+    took = statistics.median(_device_ns(graph.replay)() for _ in range(WARM + ROUNDS))
+    return took / (CALLS * tokens * g.top_k)
+
+
+def _device_ns(run: Callable[[], object]) -> Callable[[], float]:
+    """Launches; what is returned waits for the device and gives the nanoseconds that it took."""
+    start, end = _event(), _event()
+    start.record()
+    run()
+    end.record()
+
+    def took() -> float:
         end.synchronize()
-        times.append(float(start.elapsed_time(end)) * 1e6 / count)
-    return statistics.median(times)
+        return float(start.elapsed_time(end)) * 1e6
+
+    return took
 
 
 def _copy(records: Sequence[torch.Tensor], room: torch.Tensor, count: int) -> None:

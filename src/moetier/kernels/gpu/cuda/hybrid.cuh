@@ -10,11 +10,15 @@ typedef unsigned long long u64;
 constexpr int STEP_THREADS = 256, MAX_STAGED = 64;
 
 // Nanoseconds: of a CPU call, of the least an expert takes there (its bytes), of a pair (its arithmetic), of an expert over the
-// link, and of the least an expert takes the CPU while the link reads the same DRAM.
+// link, of the least an expert takes the CPU while the link reads the same DRAM, and of a pair on the device.
 struct Costs {
-  float cpu_call, cpu_expert, cpu_pair, stream_expert, cpu_expert_beside;
+  float cpu_call, cpu_expert, cpu_pair, stream_expert, cpu_expert_beside, device_pair;
   __device__ __forceinline__ float cpu(int pairs, bool beside) const {  // an expert of so many pairs
     return fmaxf(beside ? cpu_expert_beside : cpu_expert, float(pairs) * cpu_pair);
+  }
+  // Of a call of which so many experts are streamed: the device computes its pairs when they are there.
+  __device__ __forceinline__ float call(float cpu, int streamed, int device_pairs) const {
+    return streamed ? fmaxf(cpu, float(streamed) * stream_expert + float(device_pairs) * device_pair) : cpu;
   }
 };
 
@@ -97,7 +101,7 @@ __device__ __forceinline__ u32 next_request(Step &step) { return step.awaited = 
 __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool streams) {
   __shared__ int count[EXPERTS], missed[EXPERTS], key[EXPERTS], sorted[EXPERTS], pairs[EXPERTS];
   __shared__ u32 routed[(EXPERTS + 31) / 32];
-  __shared__ int misses, streamable, cpu_pairs;
+  __shared__ int misses, streamable, cpu_pairs, all_pairs;
   __shared__ u64 best;
   __shared__ u8 needed[BOX_TOKENS];
   const int thread = threadIdx.x, live = min(call.pairs, *call.live * TOP_K);
@@ -121,10 +125,10 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
     return;
   }
   for (int e = thread; e < EXPERTS; e += STEP_THREADS) count[e] = 0;
-  if (thread == 0) misses = 0, streamable = 0, cpu_pairs = 0, best = ~0ull;
+  if (thread == 0) misses = 0, streamable = 0, cpu_pairs = 0, all_pairs = 0, best = ~0ull;
   __syncthreads();
   for (int p = thread; p < call.pairs; p += STEP_THREADS)
-    if (call.step_ids[p] >= 0) atomicAdd(&count[call.step_ids[p]], 1);
+    if (call.step_ids[p] >= 0) atomicAdd(&count[call.step_ids[p]], 1), atomicAdd(&all_pairs, 1);
   __syncthreads();
   for (int e = thread; e < EXPERTS; e += STEP_THREADS) {
     if (!count[e]) continue;
@@ -155,8 +159,9 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
     const int most = min(min(call.staging, MAX_STAGED), streamable);
     if (thread <= most) {  // the time if the first `thread` of them are streamed
       float cpu = thread == n ? 0.f : costs.cpu_call;
-      for (int i = thread; i < n; i++) cpu += costs.cpu(pairs[i], thread > 0);
-      const float time = fmaxf(cpu, float(thread) * costs.stream_expert);
+      int device_pairs = all_pairs;
+      for (int i = thread; i < n; i++) cpu += costs.cpu(pairs[i], thread > 0), device_pairs -= pairs[i];
+      const float time = costs.call(cpu, thread, device_pairs);
       atomicMin(&best, u64(__float_as_uint(time)) << 32 | u32(thread));
     }
     __syncthreads();
@@ -271,23 +276,24 @@ __device__ __forceinline__ bool plan_token(const StepCall &call, Step &step, con
   }
   const bool missed = first && slot < 0;
   const u32 all_missed = __ballot_sync(~0u, missed);
-  const int n = __popc(all_missed);
+  const int n = __popc(all_missed), all_pairs = __popc(__ballot_sync(~0u, routed));
   int rank = 0, taken = 0;  // of the missed experts; those that are streamed
   u64 record = 0;
   bool here = missed && call.staging > 0;  // if nothing is gained by streaming, nothing need be asked of the host's memory
   for (int look = 0; look < 2; look++) {
     const int key = missed ? stream_key(here, pairs, id) : -1;
     float cpu = lane == n ? 0.f : costs.cpu_call;
+    int device_pairs = all_pairs;
     rank = 0;
 #pragma unroll
     for (int i = 0; i < TOP_K; i++) rank += __shfl_sync(~0u, key, i) > key;
 #pragma unroll
     for (int i = 0; i < TOP_K; i++) {
       const int its_rank = __shfl_sync(~0u, rank, i), its_pairs = __shfl_sync(~0u, pairs, i);
-      if ((all_missed >> i & 1) && its_rank >= lane) cpu += costs.cpu(its_pairs, lane > 0);
+      if ((all_missed >> i & 1) && its_rank >= lane) cpu += costs.cpu(its_pairs, lane > 0), device_pairs -= its_pairs;
     }
     const int most = min(min(call.staging, MAX_STAGED), __popc(__ballot_sync(~0u, here)));
-    const float time = fmaxf(cpu, float(lane) * costs.stream_expert);  // if the first `lane` of them are streamed
+    const float time = costs.call(cpu, lane, device_pairs);  // if the first `lane` of them are streamed
     const u32 bits = lane <= most ? __float_as_uint(time) : ~0u;
     taken = __ffs(__ballot_sync(~0u, bits == __reduce_min_sync(~0u, bits))) - 1;
     if (taken == 0 || look == 1) break;
