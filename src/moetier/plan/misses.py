@@ -40,7 +40,8 @@ class Split:
     def seconds(self, most: int, staged: int = STAGED) -> NDArray[np.float64]:
         """float64 [most + 1]: of 0, 1, ... missed records as the device divides them, at most `staged` streamed.
 
-        Like plan_step, the division does not know that the link may end before the CPU; of equals it streams the fewest.
+        Like plan_step's, the division does not know that the link may end before the CPU; of equals the fewest are
+        streamed.
         """
         records: NDArray[np.float64] = np.arange(most + 1, dtype=np.float64)[:, None]
         streamed = np.minimum(np.arange(min(staged, most) + 1)[None], records)

@@ -16,8 +16,8 @@ from moetier.formats import LayerGeometry
 from moetier.kernels.cpu import CpuExperts
 from moetier.kernels.gpu.hybrid import ALL_CPU, Costs
 
-TOKENS, CALLS = 4, 8
-"""Of a call on the device that is measured; such calls in a graph."""
+TOKENS, CALLS, AWAKE_NS = 4, 8, 100_000_000
+"""Of a call on the device that is measured; such calls in a graph; how long it is busy before."""
 WARM, ROUNDS, EXPERTS, PAIRS = 3, 9, 8, 32
 """Calls before the measured ones, which wake the threads; calls that a figure is the median of; experts of a call of
 many, and pairs of each in a call that computes much."""
@@ -123,7 +123,10 @@ def _pair_ns(g: LayerGeometry, calls: DeviceCalls, device: torch.device) -> floa
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             calls.forward(x, each, weights, slots, out)
-    took = statistics.median(_device_ns(graph.replay)() for _ in range(WARM + ROUNDS))
+    began = perf_counter_ns()
+    while perf_counter_ns() - began < AWAKE_NS:  # an idle device's clocks are low
+        _device_ns(graph.replay)()
+    took = statistics.median(_device_ns(graph.replay)() for _ in range(ROUNDS))
     return took / (CALLS * tokens * g.top_k)
 
 
