@@ -1,7 +1,7 @@
 // Decode of one token in one launch, of a block a multiprocessor: all blocks must be resident at once, since each waits for
 // the others' h. A hybrid step is planned here too. What follows `out` of the parameters: see hybrid.cuh; null where the step
 // is not hybrid.
-#include "one.cuh"
+#include "one_hybrid.cuh"
 
 // What is to be done, found by every warp for itself, so that it may start at once: all write the same. slot: of this lane's
 // pair, or -1.
@@ -26,45 +26,6 @@ __device__ __forceinline__ void find_work(Work &work, int id, int slot, bool pen
     work.tiles = tiles, work.items = tiles * pairs * GROUPS<Down>;
   }
   __syncwarp();
-}
-
-// A thread's part of x, eight values each.
-constexpr int EIGHTS = HIDDEN / 8, MOST_EIGHTS = (EIGHTS + WARPS * 32 - 1) / (WARPS * 32);
-
-// All threads of all blocks, of a token with a miss: the first block plans and asks the CPU, the first `streams` stream: more
-// loads than fill the link would only keep the CPU from its own. When it returns, step.table and the staging slots are those
-// of this step; whether the CPU was asked.
-__device__ __forceinline__ bool begin_token(const StepCall &call, Step &step, const Mail &mail, const Slots &slots, int streams,
-                                            const uint4 (&x)[MOST_EIGHTS], int id, int slot, int warp, int lane) {
-  if (blockIdx.x == 0) {
-    __shared__ bool asks;
-#pragma unroll
-    for (int i = 0; i < MOST_EIGHTS; i++) {
-      const int place = threadIdx.x + i * WARPS * 32;
-      if (place < EIGHTS) ((uint4 *)mail.x)[place] = x[i];
-    }
-    if (warp == 0) asks = plan_token(call, step, mail, id, slot, lane);
-    __syncthreads();
-    if (threadIdx.x == 0 && asks) {
-      __threadfence_system();
-      *(volatile u32 *)&mail.box->posted = step.awaited;
-    }
-  }
-  const int records = stream_records<WARPS * 32>(step, slots, blockIdx.x, streams, gridDim.x);
-  if (records > 0 && threadIdx.x == 0)
-    while (load_acquire((const u32 *)&step.planned)) __nanosleep(40);
-  __syncthreads();
-  return __ldcg(&step.pending);
-}
-
-// One warp: what plan_step counts of a token whose experts all have slots. id: of this lane's pair, or -1.
-__device__ __forceinline__ void note_hits(int id, u32 *heat, u64 *counts, int lane) {
-  bool first = id >= 0;  // of this expert's pairs
-#pragma unroll
-  for (int i = 0; i < TOP_K; i++) first &= __shfl_sync(~0u, id, i) != id || i >= lane;
-  const int hits = __popc(__ballot_sync(~0u, first));
-  if (id >= 0) atomicAdd(heat + id, 1u);
-  if (lane == 0) tally(counts, CALLS, 1), tally(counts, HITS, hits);
 }
 
 // Eight values of x, a thread's, to q and exponents in shared memory. place: of the eight in x; all lanes of a warp.
