@@ -52,7 +52,7 @@ def read_tree(path: Path) -> Tree:
     texts: dict[str, bytes] = {}
     try:
         for name, file in _wheel_members(path) if path.suffix == ".whl" else _sdist_members(path):
-            _check_name(path, name)
+            check_name(path, name)
             if name in digests:
                 raise StackError(f"{path}: {name} is in it twice; take another file")
             digests[name], content = _read(file)
@@ -101,7 +101,8 @@ def _sdist_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
             yield name, file
 
 
-def _check_name(path: Path, name: str) -> None:
+def check_name(path: Path, name: str) -> None:
+    """StackError if a member's name in the archive `path` is no plain path below its root."""
     parts = PurePosixPath(name).parts
     if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "." in name.split("/"):
         raise StackError(f"{path}: the path {name!r} leads out of the tree or is odd; do not use this file")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from moetier.stack.archive import check_name
 from moetier.stack.errors import StackError
 from moetier.stack.git import git, init, write_files
 from moetier.stack.index import fetch
@@ -60,12 +61,21 @@ def apply_profile(space: Workspace, profile: str, folder: Path) -> None:
 
 
 def unpack_sdist(path: Path, folder: Path) -> None:
-    """Unpack an sdist without its top folder."""
+    """Unpack an sdist without its top folder: its regular files, executable where they are there.
+
+    StackError for a path that leads out of the folder. (tarfile's own filter is not in every Python 3.11.)
+    """
     with tarfile.open(path, "r:gz") as archive:
         for member in archive:
-            member.name = member.name.partition("/")[2]
-            if member.name and (member.isreg() or member.isdir()):
-                archive.extract(member, folder, filter="data")
+            name, file = member.name.partition("/")[2], archive.extractfile(member) if member.isreg() else None
+            if not name or file is None:
+                continue
+            check_name(path, name)
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as out:
+                shutil.copyfileobj(file, out)
+            target.chmod(0o755 if member.mode & 0o100 else 0o644)
 
 
 def _commit(folder: Path, subject: str) -> None:
