@@ -117,12 +117,12 @@ def _team(sizes: Sizes) -> int:
 
 
 def one_sizes(sizes: Sizes, device: OneDevice) -> OneSizes | None:
-    """The first of these sizes that fits the device; None where none does.
+    """The first of these sizes that fits the device; None where none does, or a warp's lanes do not count the pairs.
 
     16 warps fill a multiprocessor. On one H200 they are the fastest for large layers and within 2 % of it for small
     ones.
     """
-    for warps, stage_blocks in ((16, 2), (16, 1), (12, 1), (8, 1), (4, 1)) if sizes.geometry.top_k <= 32 else ():
+    for warps, stage_blocks in ((16, 2), (16, 1), (12, 1), (8, 1), (4, 1)) if sizes.geometry.top_k < 32 else ():
         one = one_ring(sizes, device, warps, stage_blocks)
         if one.depth >= 2:
             return one

@@ -255,6 +255,7 @@ __device__ __forceinline__ int stream_records(Step &step, const Slots &slots, in
     __threadfence();
     if (atomicAdd(&step.left, 1) == all - 1) {
       step.left = 0;
+      __threadfence();  // what the other blocks streamed is seen before this is
       store_release((u32 *)&step.planned, 0);
     }
   }
