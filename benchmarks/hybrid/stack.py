@@ -80,9 +80,9 @@ class Stack:
         return statistics.median(self.time_us(ids) for ids in routes)
 
 
-def in_us(costs: Costs) -> dict[str, float]:
-    """As a row has them."""
-    return {f"{key}_us": ns / 1e3 for key, ns in asdict(costs).items()}
+def in_us(costs: Costs, record: int, rates: Rates) -> dict[str, float]:
+    """As a row has them, and what the bytes of a record take out of DRAM."""
+    return {f"{key}_us": ns / 1e3 for key, ns in asdict(costs).items()} | {"dram_expert_us": record / rates.dram * 1e6}
 
 
 def breakdown(stack: Stack, hybrid: Hybrid, routes: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -133,8 +133,7 @@ def cells(bed: Bed, full: Hybrid, rates: Rates, quick: bool) -> list[dict[str, A
     g, layers, rows = GEOMETRY, bed.count, []
     zipf, costs = Zipf(bed.count, GEOMETRY.experts), bed.costs()
     steps = 6 if quick else STEPS
-    dram_us = bed.layout.stride / rates.dram * 1e6
-    rows.append({"what": "costs of the plans", **in_us(costs), "dram_expert_us": dram_us})
+    rows.append({"what": "costs of the plans", **in_us(costs, bed.layout.stride, rates)})
     resident_us = {}
     routes = {tokens: [zipf.ids(tokens, g.top_k) for _ in range(steps)] for tokens in TOKENS}
     for tokens in TOKENS:
@@ -231,8 +230,7 @@ def run(arguments: Namespace) -> list[dict[str, Any]]:
         "dram_GB_s": rates.dram / 1e9,
         "link_GB_s": rates.link / 1e9,
         "threads": rates.threads,
-        **in_us(costs),
-        "dram_expert_us": bed.layout.stride / rates.dram * 1e6,
+        **in_us(costs, bed.layout.stride, rates),
     }
     full = bed.place([range(GEOMETRY.experts)] * bed.count, 0, costs)
     rows = [machine, *one_miss(bed, full, rates), *cells(bed, full, rates, arguments.quick)]

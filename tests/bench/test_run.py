@@ -22,7 +22,7 @@ from moetier.bench.check import problems
 from moetier.bench.documents import Library, MachineFile, Recipe, Suite
 from moetier.bench.here import check_machine, set_folders
 from moetier.bench.probes import Coding, Decode, Prefill, Quality, Soak
-from moetier.bench.provenance import ModelFiles, changed_files, code_of, machine_here, model_files
+from moetier.bench.provenance import ModelFiles, Software, changed_files, code_of, machine_here, model_files, software
 from moetier.bench.result import Result, Served, to_text
 from moetier.bench.run import Run
 from moetier.bench.server import Place, checked_at_end, environment, free_port
@@ -184,6 +184,21 @@ def test_an_interrupt_leaves_what_was_measured(tmp_path: Path, monkeypatch: pyte
     assert (last.status, last.failure, last.sections) == ("failed", "it was interrupted", ())
     assert [result.status for result in whole] == (["ok"] if at == "coding" else [])
     assert list(problems(to_text(last).encode(), last)) == []
+
+
+def test_an_interrupt_while_a_result_is_made_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def software_once_interrupted() -> Software:
+        made.append(software())
+        if len(made) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return made[-1]
+
+    monkeypatch.setattr("moetier.bench.run.software", software_once_interrupted)
+    (result,) = scripted_run(tmp_path, monkeypatch, DECODES, ANSWERS).results(print)
+    assert (result.suite, result.status, result.failure) == (DECODES, "partial", "it was interrupted")
+    assert result.cells["decode.C1"].value
 
 
 def test_a_server_that_does_not_come_up_is_a_failed_result(tmp_path: Path) -> None:

@@ -105,30 +105,33 @@ class Run:
         return result
 
     def results(self, say: Say, extra: dict[str, Any] | None = None) -> Iterator[Result]:
-        """Serve and probe: each suite's result as soon as it is whole. What fails on the way is in it; a suite that
-        an interrupt or a server that did not come up left without any probe has none, unless it is the first.
+        """Serve and probe: each suite's result as soon as it is whole. What fails on the way is in it; suites that were
+        not begun have none, unless it is the first.
         """
-        boot, found, waiting = _Boot(), _Found(self.suites[0]), []
+        boot, waiting = _Boot(), []
+        found: _Found | None = _Found(self.suites[0])  # what has no result yet
         try:
             with self._started(boot, say) as server:
                 meter = Meter(server.process)
                 boot.served = self._idle(meter, boot)
                 ends = math.inf if self.within is None else time.monotonic() + self.within
-                for number, suite in enumerate(self.suites):
-                    found = _Found(suite) if number else found
+                for suite in self.suites:
+                    found = found or _Found(suite)
                     self._probe_all(server.url, meter, found, ends, say)
-                    if suite.check_at_end and self.recipe.serve.engine == "moetier" and not found.broken:
+                    broken = found.broken
+                    if suite.check_at_end and self.recipe.serve.engine == "moetier" and not broken:
                         waiting.append(found)
                     else:
                         yield self._result(found, boot, extra)
-                    if found.broken:
+                    found = None
+                    if broken:
                         break
         except (*FAILS, KeyboardInterrupt) as error:
-            if boot.served is None:  # otherwise it has its result, and this is about the server's end
+            if found is not None:  # otherwise this is about the server's end
                 found.fail(error)
                 yield self._result(found, boot, extra)
-        for found in waiting:
-            yield self._result(found, self._ended(found, boot), extra)
+        for ended in waiting:
+            yield self._result(ended, self._ended(ended, boot), extra)
 
     def _result(self, found: _Found, boot: _Boot, extra: dict[str, Any] | None) -> Result:
         """All that is known of one suite."""

@@ -45,6 +45,8 @@ constexpr int TEAMS = WARPS / GROUPS<Up>;  // of warps that compute a unit toget
 constexpr int UNITS = INTERMEDIATE / 32, ROW_TILES = HIDDEN / ROW_TILE;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int STAGE_BYTES = larger(Up::STAGE, Down::STAGE) * GROUP_CHAINS * 272;
+// A thread's part of x, eight values each.
+constexpr int EIGHTS = HIDDEN / 8, MOST_EIGHTS = (EIGHTS + WARPS * 32 - 1) / (WARPS * 32);
 // After the rings: activations, first x, then h of every pair; their exponents; sums.
 constexpr int Q_BYTES = larger(Up::INPUTS * PITCH<Up>, TOP_K * Down::INPUTS * PITCH<Down>);
 constexpr int EXPONENT_BYTES = (larger(Up::BLOCKS, TOP_K * UNITS) * 4 + 15) / 16 * 16;

@@ -67,9 +67,6 @@ __device__ __forceinline__ bool plan_token(const StepCall &call, Step &step, con
   return n > taken;
 }
 
-// A thread's part of x, eight values each.
-constexpr int EIGHTS = HIDDEN / 8, MOST_EIGHTS = (EIGHTS + WARPS * 32 - 1) / (WARPS * 32);
-
 // All threads of all blocks, of a token with a miss: the first block plans and asks the CPU, the first `streams` stream: more
 // loads than fill the link would only keep the CPU from its own. When it returns, step.table and the staging slots are those
 // of this step; whether the CPU was asked.
