@@ -2,19 +2,28 @@
 #pragma once
 #include "one.cuh"
 
+// Whether a lane's pair is the first of its expert, and how many pairs that has.
+struct PairsOf {
+  bool first;
+  int count;
+};
+__device__ __forceinline__ PairsOf pairs_of(int id, int lane) {
+  PairsOf pairs = {id >= 0, 0};
+#pragma unroll
+  for (int i = 0; i < TOP_K; i++) {
+    const bool same = __shfl_sync(~0u, id, i) == id;
+    pairs.count += same, pairs.first &= !same || i >= lane;
+  }
+  return pairs;
+}
+
 // One warp, a pair of the only token a lane: what plan_step does, in registers. All but the request itself is written; true:
 // the CPU is to be asked. id: of the lane's pair, or -1; slot: its slot, or -1.
 __device__ __forceinline__ bool plan_token(const StepCall &call, Step &step, const Mail &mail, int id, int slot, int lane) {
   const Costs costs = *call.costs;
   const float weight = lane < TOP_K ? call.weights[lane] : 0.f;
   const bool routed = id >= 0;
-  bool first = routed;  // of its expert's pairs
-  int pairs = 0;        // of its expert
-#pragma unroll
-  for (int i = 0; i < TOP_K; i++) {
-    const bool same = __shfl_sync(~0u, id, i) == id;
-    pairs += same, first &= !same || i >= lane;
-  }
+  const auto [first, pairs] = pairs_of(id, lane);
   const bool missed = first && slot < 0;
   const u32 all_missed = __ballot_sync(~0u, missed);
   const int n = __popc(all_missed), all_pairs = __popc(__ballot_sync(~0u, routed));
@@ -95,10 +104,7 @@ __device__ __forceinline__ bool begin_token(const StepCall &call, Step &step, co
 
 // One warp: what plan_step counts of a token whose experts all have slots. id: of this lane's pair, or -1.
 __device__ __forceinline__ void note_hits(int id, u32 *heat, u64 *counts, int lane) {
-  bool first = id >= 0;  // of this expert's pairs
-#pragma unroll
-  for (int i = 0; i < TOP_K; i++) first &= __shfl_sync(~0u, id, i) != id || i >= lane;
-  const int hits = __popc(__ballot_sync(~0u, first));
+  const int hits = __popc(__ballot_sync(~0u, pairs_of(id, lane).first));
   if (id >= 0) atomicAdd(heat + id, 1u);
   if (lane == 0) tally(counts, CALLS, 1), tally(counts, HITS, hits);
 }
