@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from moetier.plan.costs import Costs
 from moetier.plan.geometry import Geometry
+from moetier.plan.workload import routed
 
 FEW_PAIRS, GROUP, TILE, STEP = 128, 8, 128, 16
 """MAX_PAIRS and GROUP of kernels/gpu/cuda_decode.py; the panels of cuda_path.py on Hopper, 48 pairs elsewhere."""
@@ -23,7 +24,7 @@ def device_seconds(geometry: Geometry, costs: Costs, chances: NDArray[np.float64
     chances: float64 [N], of each of these experts, that a token is routed to it. Which kernels run depends on all of a
     call's pairs, those of missed experts too.
     """
-    touched = float(_routed(chances, rows).sum())
+    touched = float(routed(chances, rows).sum())
     if not touched:
         return 0.0
     read = geometry.record_bytes / ranks / costs.gpu_rate.value
@@ -48,10 +49,4 @@ def passes(chances: NDArray[np.float64], rows: float, size: int) -> float:
     deviation = np.sqrt(np.maximum(mean * (1 - chances), 1e-12))
     most = int(np.ceil(np.max(np.minimum(mean + 4 * deviation, np.ceil(rows))) / size))
     over = size * np.arange(1, most)[:, None] + 0.5
-    return float(_routed(chances, rows).sum() + (0.5 + 0.5 * np.tanh(0.851 * (mean - over) / deviation)).sum())
-
-
-def _routed(chances: NDArray[np.float64], rows: float) -> NDArray[np.float64]:
-    """Of each expert, that any of `rows` tokens is routed to it."""
-    likely: NDArray[np.float64] = 1 - (1 - np.minimum(chances, 1.0)) ** rows
-    return likely
+    return float(routed(chances, rows).sum() + (0.5 + 0.5 * np.tanh(0.851 * (mean - over) / deviation)).sum())

@@ -86,8 +86,7 @@ class Workload:
 
     def miss_chances(self, covered: int, rows: float) -> NDArray[np.float64]:
         """float64 [E - covered]: of each expert not among the `covered`, that any of `rows` tokens is routed to it."""
-        chances: NDArray[np.float64] = 1 - (1 - self.chances[covered:]) ** rows
-        return np.minimum(chances * self._policy(covered), 1.0)
+        return np.minimum(routed(self.chances[covered:], rows) * self._policy(covered), 1.0)
 
     def held(self, covered: int) -> NDArray[np.float64]:
         """float64 [covered]: of each expert that is kept, that a token is routed to it."""
@@ -111,14 +110,16 @@ class Workload:
         """Chance that a layer of such a step has a miss at all."""
         return float(1 - np.prod(1 - self.miss_chances(covered, rows)))
 
-    def distinct(self, rows: float) -> float:
-        """Distinct experts of a layer that `rows` tokens are routed to."""
-        return float((1 - (1 - self.chances) ** rows).sum())
-
     def _policy(self, covered: int) -> float:
         """Misses of the cache policy on the trace over misses of the best fixed set; 1 for a stated curve."""
         best = float(self.chances[covered:].sum() / self.top_k)
         return (1 - self.hit_rate(covered)) / best if self.trace is not None and best > 0 else 1.0
+
+
+def routed(chances: NDArray[np.float64], rows: float) -> NDArray[np.float64]:
+    """Of each expert, that any of `rows` tokens is routed to it, where one is with these chances."""
+    likely: NDArray[np.float64] = 1 - (1 - np.minimum(chances, 1.0)) ** rows
+    return likely
 
 
 def hit_rate(slots: int, experts: int, workload: str = DEFAULT, top_k: int = 8) -> float:
