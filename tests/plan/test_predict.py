@@ -18,7 +18,8 @@ from moetier.plan.hardware import MEASURED, hardware_of
 from moetier.plan.placement import Wanted, place
 from moetier.plan.planner import Question, make_plan
 from moetier.plan.predict import Case, Draft, band, decode_parts, decode_rate, draft_parts, metrics, ttft
-from moetier.plan.workload import NAMED, POLICY, Workload, hit_rate, named, of, routed, zipf
+from moetier.plan.workload import NAMED, POLICY, Workload, hit_rate, named, of, zipf
+from moetier.plan.workload import routed as routed_to
 from moetier.residency.simulate import hit_rate as simulated
 from moetier.residency.step import Step
 from moetier.residency.trace import Trace, TracedCall, TraceHeader, write_trace
@@ -58,8 +59,8 @@ def test_hit_rate_rises_with_slots_to_one(name):
 
 def test_rows_touch_at_most_all_experts():
     work = named("mixed", 384, 6)
-    assert routed(work.chances, 1).sum() == pytest.approx(6)
-    assert routed(work.chances, 1e6).sum() == pytest.approx(384)
+    assert routed_to(work.chances, 1).sum() == pytest.approx(6)
+    assert routed_to(work.chances, 1e6).sum() == pytest.approx(384)
     assert work.missed(384, 100) == 0
 
 
@@ -169,7 +170,7 @@ def test_a_trace_gives_its_replayed_hit_rate(tmp_path):
     work = of(str(path), small_geometry())
     assert work.hit_rate(6) == simulated(Trace.open(path), 6, POLICY)
     assert work.missed(6, 1) == pytest.approx(2 * (1 - work.hit_rate(6)))
-    assert routed(work.chances, 1).sum() == pytest.approx(2)
+    assert routed_to(work.chances, 1).sum() == pytest.approx(2)
     assert POLICY in work.source
     assert isinstance(work.bent(1.1), Workload)
 
