@@ -99,3 +99,26 @@ def test_v1_cpu_quota(root: Path) -> None:
     (root / "proc/self/cgroup").write_text("1:cpu,cpuacct:/pod\n")
     write(root / "sys/fs/cgroup/cpu,cpuacct/pod", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
     assert machine.default_threads((0, 1, 2), root) == 1
+
+
+@pytest.mark.parametrize(
+    ("cpus", "computing"), [((0, 1), (0, 1)), ((2, 3, 4, 5), (2, 3, 4, 5)), (tuple(range(16)), tuple(range(1, 16)))]
+)
+def test_who_computes_where(cpus: tuple[int, ...], computing: tuple[int, ...]) -> None:
+    assert machine.compute_cpus(cpus) == computing
+
+
+@pytest.mark.parametrize(
+    ("cpus", "alone", "beside_device"), [(1, 1, 1), (2, 2, 2), (4, 4, 4), (5, 4, 4), (16, 15, 14), (64, 63, 62)]
+)
+def test_a_cpu_is_left_to_the_frontend_and_one_to_the_thread_that_launches(
+    root: Path, cpus: int, alone: int, beside_device: int
+) -> None:
+    assert machine.serving_threads(range(cpus), beside_device=False, root=root) == alone
+    assert machine.serving_threads(range(cpus), beside_device=True, root=root) == beside_device
+
+
+def test_a_quota_counts_before_a_cpu_is_left(root: Path) -> None:
+    (root / "proc/self/cgroup").write_text("0::/pod\n")
+    write(root / "sys/fs/cgroup/pod", cpu__max="800000 100000\n")
+    assert machine.serving_threads(range(64), beside_device=True, root=root) == 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from moetier import machine
-from moetier.serve.command import compute_cpus, hybrid_threads
 
 
 def granted() -> int:
@@ -15,7 +14,7 @@ def granted() -> int:
 
 def served() -> int:
     """Threads that compute misses where nobody says how many."""
-    return hybrid_threads(machine.default_threads(compute_cpus(machine.allowed_cpus())))
+    return machine.serving_threads(machine.allowed_cpus(), beside_device=True)
 
 
 def threads(text: str) -> int:

@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path("/")
 MAX_THREADS = 4096
 """More than any machine has CPUs."""
+SMALL_MACHINE = 4
+"""Up to this many CPUs, none is kept free: the HTTP frontend shares them, since it works while the engine waits."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,25 @@ def default_threads(cpus: Sequence[int], root: Path = ROOT) -> int:
     """Threads to run on `cpus`: one each, fewer where the cgroup's CPU quota pays for less."""
     quota = cpu_quota(root)
     return len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
+
+
+def compute_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
+    """CPUs of attention and experts alike, which take turns; the first of a larger machine is the frontend's."""
+    return tuple(cpus) if len(cpus) <= SMALL_MACHINE else tuple(cpus[1:])
+
+
+def hybrid_threads(threads: int) -> int:
+    """Of so many threads, those that compute misses: the engine's own thread launches the device's work meanwhile.
+
+    Every layer waits for the slowest thread, so one that has to share its CPU costs more than it computes.
+    """
+    return threads if threads <= SMALL_MACHINE else threads - 1
+
+
+def serving_threads(cpus: Sequence[int], beside_device: bool, root: Path = ROOT) -> int:
+    """Threads that compute experts on these CPUs where nobody says how many; beside_device: a GPU computes, too."""
+    threads = default_threads(compute_cpus(cpus), root)
+    return hybrid_threads(threads) if beside_device else threads
 
 
 def meminfo(root: Path = ROOT) -> dict[str, int]:

@@ -11,10 +11,8 @@ from moetier.serve.command import (
     ServeRequest,
     arguments,
     check_reachable_only_with_key,
-    compute_cpus,
     environment,
     example,
-    hybrid_threads,
     is_loopback,
 )
 from moetier.settings import Settings
@@ -87,23 +85,11 @@ def test_the_users_environment_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "computing"), [((0, 1), (0, 1)), ((2, 3, 4, 5), (2, 3, 4, 5)), (tuple(range(16)), tuple(range(1, 16)))]
-)
-def test_who_computes_where(cpus: tuple[int, ...], computing: tuple[int, ...]) -> None:
-    assert compute_cpus(cpus) == computing
-
-
-@pytest.mark.parametrize(
     ("host", "url"),
     [("127.0.0.1", "http://127.0.0.1:8000/"), ("0.0.0.0", "http://127.0.0.1:8000/"), ("::1", "http://[::1]:8000/")],
 )
 def test_example_reaches_the_server(host: str, url: str) -> None:
     assert url in example(replace(REQUEST, host=host))
-
-
-@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (4, 4), (5, 4), (15, 14)])
-def test_a_cpu_is_left_to_the_thread_that_launches(cpus: int, threads: int) -> None:
-    assert hybrid_threads(cpus) == threads
 
 
 def test_device_slots_want_graphs_no_larger_than_what_the_device_plans() -> None:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from moetier import machine
 from moetier.errors import SettingsError
 from moetier.settings import Settings
 from moetier.vllm_arguments import SIZES, has, number_of, value_of
 
 GIB = 2**30
-SMALL_MACHINE = 4
-"""Up to this many CPUs, none is kept free: the HTTP frontend shares them, since it works while the engine waits."""
 
 
 CPU_WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
@@ -98,26 +97,13 @@ def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[s
         # OpenMP's threads wait for each other by spinning; passive, they leave the CPUs to the experts' threads.
         "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(
-            ",".join(map(str, cpus_of_rank(compute_cpus(cpus), rank, ranks))) for rank in range(ranks)
+            ",".join(map(str, cpus_of_rank(machine.compute_cpus(cpus), rank, ranks))) for rank in range(ranks)
         ),
     }
     if not request.usage_stats:
         ours |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     forced = {"VLLM_API_KEY": request.api_key} if request.api_key else {}
     return {**ours, **inherited, **forced}
-
-
-def compute_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
-    """CPUs of attention and experts alike, which take turns; the first of a larger machine is the frontend's."""
-    return tuple(cpus) if len(cpus) <= SMALL_MACHINE else tuple(cpus[1:])
-
-
-def hybrid_threads(cpus: int) -> int:
-    """Threads that compute misses on so many CPUs: the engine's own thread launches the device's work meanwhile.
-
-    Every layer waits for the slowest thread, so one that has to share its CPU costs more than it computes.
-    """
-    return cpus if cpus <= SMALL_MACHINE else cpus - 1
 
 
 def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:

@@ -10,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from moetier import machine
 from moetier.cli.store import progress_bar
 from moetier.errors import StoreError
 from moetier.layer.fit import ENGINE_BYTES, GIB, records_that_fit
 from moetier.serve import launcher
-from moetier.serve.command import ServeRequest, compute_cpus, tensor_parallel_size
+from moetier.serve.command import ServeRequest, tensor_parallel_size
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
 from moetier.store.store import Store
@@ -72,7 +73,7 @@ def place(
         "experts": experts,
         "records_per_layer_in_dram": records,
         "ranks": ranks,
-        "compute_cpus": list(request.settings.cpus or compute_cpus(cpus)),
+        "compute_cpus": list(request.settings.cpus or machine.compute_cpus(cpus)),
         "tiers": tiers,
     }
     return records, report

@@ -20,7 +20,7 @@ from moetier.errors import SettingsError
 from moetier.kernels.cpu import ThreadPool
 from moetier.kernels.cpu.isa import choose_isa
 from moetier.serve import launcher
-from moetier.serve.command import ServeRequest, check_reachable_only_with_key, compute_cpus, example
+from moetier.serve.command import ServeRequest, check_reachable_only_with_key, example
 from moetier.serve.started import read_started
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ def start(
             update={
                 "dram_records": records,
                 "store": settings.store.resolve(),
-                "cpus": settings.cpus or compute_cpus(cpus),
+                "cpus": settings.cpus or machine.compute_cpus(cpus),
                 "record_trace": settings.record_trace and settings.record_trace.absolute(),
                 "counters_folder": settings.counters_folder or Path(folder),
                 "failure_file": Path(folder) / "failure.json",

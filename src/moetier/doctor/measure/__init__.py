@@ -12,6 +12,7 @@ from moetier.doctor.measure.disk import measure_disk
 from moetier.doctor.measure.gpu import measure_links
 from moetier.doctor.measure.others import Others
 from moetier.formats import RecordLayout
+from moetier.machine import serving_threads
 
 
 def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda line: None) -> Rates:
@@ -38,8 +39,9 @@ def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda
     others = Others(cpu.allowed)
     report(f"reading DRAM with 1 to {len(cpu.allowed)} threads")
     dram_read = measure_dram(cpu)
-    report(f"the CPU kernel, {cpu.threads} threads, shape {shape}")
-    kernel = measure_kernel(shape, cpu.threads)
+    threads = serving_threads(cpu.allowed, beside_device=bool(machine.gpus))
+    report(f"the CPU kernel, {threads} threads, shape {shape}")
+    kernel = measure_kernel(shape, threads)
     return Rates(
         identity=machine.identity,
         others_cpus=others.cpus(),

@@ -22,7 +22,7 @@ from moetier.layer.model import IntegrityError
 from moetier.layer.selfcheck import self_check
 from moetier.residency import Part, Step
 from moetier.serve.agreement import Facts, agree
-from moetier.serve.command import cpus_of_rank, hybrid_threads
+from moetier.serve.command import cpus_of_rank
 from moetier.serve.counting import Publisher
 from moetier.serve.failure import reported
 from moetier.serve.vllm.plugin import NAME
@@ -71,9 +71,8 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
         max_tokens = settings.planned_tokens  # more tokens are the device's alone
     own = _of_rank(settings, rank, ranks)
     if own.slots and own.threads is None:
-        own = own.model_copy(
-            update={"threads": hybrid_threads(machine.default_threads(own.cpus or machine.allowed_cpus()))}
-        )
+        threads = machine.default_threads(own.cpus or machine.allowed_cpus())
+        own = own.model_copy(update={"threads": machine.hybrid_threads(threads)})
     tiers = TieredModel(own, store, records, max_tokens, checkpoint, rank, ranks)
     if settings.counters_folder is not None:
         tiers.at_close(Publisher(tiers, settings.counters_folder).close)
