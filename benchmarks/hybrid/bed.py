@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Event
 
 import numpy as np
 import torch
@@ -104,6 +105,15 @@ class Bed:
 
         return measure_costs(self.kernel, addresses, records, room, DeviceCalls(device_call, range(len(room)), TOKENS))
 
+    def compute_until(self, ended: Event) -> None:
+        """Calls of one token each to the CPU, of any layer's records."""
+        g, rng = self.geometry, np.random.default_rng(2)
+        x, weights = np.zeros((1, g.hidden), np.uint16), np.ones((1, g.top_k), np.float32)
+        rows = np.empty((1, g.top_k, g.hidden), np.float32)
+        while not ended.is_set():
+            ids = rng.choice(g.experts, (1, g.top_k), replace=False).astype(np.int32)
+            self.kernel.rows(x, ids, weights, self.table(int(rng.integers(self.count))), rows)
+
     def table(self, layer: int) -> np.ndarray:
         return self.records[layer].numpy().view(np.uint64)
 
@@ -153,13 +163,24 @@ class Hybrid:
         return Mailbox(self.bed.kernel, self.bed.pool, mail_arrays(self.path.mail), tables)
 
     @contextmanager
-    def answered_ahead(self) -> Iterator[None]:
-        """Inside, no call waits for the CPU: every answer counts as given, with the rows that happen to be there."""
+    def answered_ahead(self, computing: bool = False) -> Iterator[None]:
+        """Inside, no call waits for the CPU: every answer counts as given, with the rows that happen to be there.
+
+        computing: meanwhile the CPU's threads compute, one call after the other, what nobody asked for.
+        """
         torch.cuda.synchronize()
         self.mailbox.close()
         box = self.path.mail.box
         box[ANSWERED] = box[POSTED] + (1 << 20)
-        yield
+        ended = Event()
+        with ThreadPoolExecutor(1) as beside:
+            busy = beside.submit(self.bed.compute_until, ended) if computing else None
+            try:
+                yield
+            finally:
+                ended.set()
+        if busy:
+            busy.result()
         torch.cuda.synchronize()
         box[ANSWERED] = box[POSTED]
         self.mailbox = self._open_mailbox()
