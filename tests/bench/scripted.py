@@ -85,6 +85,8 @@ class _Server:
             return _answer(writer, json.dumps({"data": [{"id": "scripted", "max_model_len": POSITIONS}]}))
         if path == "/tokenize":
             return _answer(writer, json.dumps({"tokens": [ord(x) for x in body["prompt"]]}))
+        if path == "/detokenize":
+            return _answer(writer, json.dumps({"prompt": "".join(map(chr, body["tokens"]))}))
         if path == "/metrics":
             return _answer(writer, self._metrics(), 200 if self.script.metrics else 404)
         self.requests += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import psutil
 import pytest
@@ -85,12 +86,16 @@ def test_coding_counts_from_the_first_token_on() -> None:
     assert cells["coding.ttft"].value == near(0.2)
 
 
+@pytest.mark.parametrize("ask", ["question", "text"])
 @in_one_of_three
-def test_mixed_counts_from_when_each_was_due() -> None:
-    cells = measured(Script(first=0.4, gap=0.02, stop_after=31), Mixed(requests=16, per_second=20, max_tokens=64))
+def test_mixed_counts_from_when_each_was_due(ask: Literal["question", "text"]) -> None:
+    probe = Mixed(ask=ask, requests=8, per_second=20, max_tokens=64, longest=2048, repeats=2)
+    cells = measured(Script(first=0.4, gap=0.02, stop_after=31), probe)
     assert cells["mixed.ttft"].value == near(0.4)
     assert cells["mixed.latency"].value == near(0.4 + 30 * 0.02)
     assert cells["mixed.failed"].value == 0
+    samples = {name: len(cells[name].samples) for name in ("mixed.ttft", "mixed.ttft_p99", "mixed.throughput")}
+    assert samples == {"mixed.ttft": 16, "mixed.ttft_p99": 2, "mixed.throughput": 2}
 
 
 @in_one_of_three

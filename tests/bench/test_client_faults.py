@@ -142,6 +142,17 @@ def test_9_truncated_answers_taken_for_finished_ones() -> None:
     assert cells["coding.truncated"].value == 0
 
 
+@pytest.mark.parametrize(("stop_after", "figures"), [(30, True), (None, False)], ids=["they end", "they do not"])
+@in_one_of_three
+def test_9b_answers_without_an_end_of_their_own_taken_for_natural_ones(stop_after: int | None, figures: bool) -> None:
+    probe = Mixed(ask="question", requests=6, per_second=50, longest=512, max_tokens=40)
+    _, cells = probed(Script(first=0.02, gap=0.005, stop_after=stop_after), probe)
+    measured = [cells[f"mixed.{name}"] for name in ("ttft", "ttft_p99", "latency", "throughput")]
+    assert all((cell.value is not None) == figures for cell in measured)
+    assert {cell.reason for cell in measured} == {None if figures else "6 of 6 answers were truncated at 40 tokens"}
+    assert (cells["mixed.truncated"].value, cells["mixed.failed"].value) == (0 if figures else 6, 0)
+
+
 @in_one_of_three
 def test_10_a_warm_prefix_cache_counted_as_prefill() -> None:
     raw, cells = probed(Script(first=0.1, cached=90), Prefill(lengths=(100,), repeats=1))

@@ -21,7 +21,7 @@ from moetier.bench import BenchError
 from moetier.bench.check import problems
 from moetier.bench.documents import Library, MachineFile, Recipe, Suite
 from moetier.bench.here import check_machine, set_folders
-from moetier.bench.probes import Coding, Decode, Prefill, Quality, Soak
+from moetier.bench.probes import Coding, Decode, Mixed, Prefill, Quality, Soak
 from moetier.bench.provenance import ModelFiles, Software, changed_files, code_of, machine_here, model_files, software
 from moetier.bench.result import Result, Served, to_text
 from moetier.bench.run import Run
@@ -38,6 +38,7 @@ SMOKE = Suite(
         Decode(levels=(1, 3), repeats=1, seconds=0.5, warmup_seconds=0.1),
         Prefill(lengths=(300, 100_000), repeats=1),
         Coding(max_tokens=24, repeats=1),
+        Mixed(ask="question", requests=8, per_second=4, longest=1500, max_tokens=128),
         Quality(tasks=("arithmetic", "nowhere"), limit=6, concurrency=3),
         Soak(minutes=0.06, concurrency=2, every=0.4),
     ),
@@ -77,6 +78,14 @@ def test_its_figures_are_there_or_have_a_reason(result: Result) -> None:
     assert cells["ttft.100000"].reason == "needs 100001 positions, the server has 2048"
     assert cells["quality.nowhere"].reason == "the set nowhere is not here"
     assert (cells["quality.arithmetic"].value or 0) > 0.5
+
+
+def test_questions_about_documents_are_answered_and_end(result: Result) -> None:
+    (trial,) = next(section.raw.trials for section in result.sections if section.probe.probe == "mixed")
+    assert [stream.finish for stream in trial.streams] == ["stop"] * 8
+    lengths = [stream.prompt_tokens or 0 for stream in trial.streams]
+    assert min(lengths) < 500 < max(lengths)
+    assert result.cells["mixed.latency"].value, result.cells["mixed.latency"].reason
 
 
 def test_a_quarter_of_the_experts_in_dram_misses_some(result: Result) -> None:

@@ -7,6 +7,7 @@ their first tokens, so that no prefix cache can know them.
 from __future__ import annotations
 
 import hashlib
+import random
 import secrets
 from functools import cache
 from pydoc_data.topics import topics
@@ -24,6 +25,47 @@ CODING = (
     "Write a Python generator that yields the prime numbers, and show how to take the first ten.",
 )
 """Coding questions, for answers that end by themselves."""
+
+WORDS = (
+    "amber",
+    "castle",
+    "copper",
+    "desert",
+    "forest",
+    "harbor",
+    "lantern",
+    "meadow",
+    "orange",
+    "river",
+    "silver",
+    "winter",
+)
+AROUND = 256
+"""More tokens than a conversation about a document has besides it, with any model's template."""
+
+
+def conversation(document: str, draw: random.Random) -> list[dict[str, str]]:
+    """A chat about a document, which has a passphrase somewhere in it. The last question has one short answer (the
+    passphrase, a sum, a JSON object), so that a model that knows what was asked stops by itself.
+    """
+    passphrase = f"{draw.choice(WORDS)}-{draw.choice(WORDS)}-{draw.randint(10, 99)}"
+    end_of_line = document.find("\n", round(draw.random() * len(document)))
+    at = end_of_line if end_of_line >= 0 else len(document)
+    note = f"\nNote: the secret passphrase is {passphrase}.\n"
+    asked = f"{document[:at]}{note}{document[at:]}\n\nWhat is the secret passphrase mentioned in the text above?"
+    first = {"role": "user", "content": asked}
+    one, other = draw.randrange(100, 1000), draw.randrange(100, 1000)
+    further = draw.choice(
+        (
+            None,
+            f"What is {one} + {other}?",
+            f"Server {draw.choice(WORDS)}-{one % 100} in Oslo listens on port {1024 + other} and is active.\n"
+            "Return a JSON object with the keys port, host, region.",
+        )
+    )
+    if further is None:
+        return [first]
+    return [first, {"role": "assistant", "content": passphrase}, {"role": "user", "content": further}]
 
 
 @cache

@@ -49,9 +49,9 @@ class Endpoint:
         body = {"model": self.model, "prompt": asked, "max_tokens": max_tokens, "temperature": 0, **more}
         return Ask("v1/completions", body)
 
-    def chat(self, text: str, max_tokens: int, **more: Any) -> Ask:
-        """Greedy answer to a user."""
-        messages = [{"role": "user", "content": text}]
+    def chat(self, asked: str | Sequence[dict[str, str]], max_tokens: int, **more: Any) -> Ask:
+        """Greedy answer to a user's text, or to the last message of a conversation."""
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         body = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, **more}
         return Ask("v1/chat/completions", body)
 
@@ -66,6 +66,13 @@ class Endpoint:
             if answer.status != 200:
                 raise BenchError(f"the server does not tokenize (status {answer.status}); exact prompts need /tokenize")
             return [int(token) for token in (await answer.json())["tokens"]]
+
+    async def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; as a part of a conversation it may be a few tokens more or fewer."""
+        async with self.session.post("/detokenize", json={"model": self.model, "tokens": list(tokens)}) as answer:
+            if answer.status != 200:
+                raise BenchError(f"the server gives no text of tokens (status {answer.status}); it needs /detokenize")
+            return str((await answer.json())["prompt"])
 
     async def counters(self) -> dict[str, float]:
         """Counters and gauges of /metrics, without histograms' buckets; empty where the server has none."""

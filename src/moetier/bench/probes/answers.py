@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
-from moetier.bench.corpus import CODING
+from moetier.bench.corpus import AROUND, CODING, conversation
+from moetier.bench.endpoint import Ask
 from moetier.bench.probes.base import Probe, Raw, Target, Timed, of_first, one, trial
 from moetier.bench.probes.prefill import after_first
-from moetier.bench.samples import NO_SAMPLE, Cell, Trial, figure, first_fault, percentile
+from moetier.bench.samples import NO_SAMPLE, Cell, Stream, Trial, figure, first_fault, percentile
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos_total{position="
 DRAFTS = "vllm:spec_decode_num_drafts_total"
@@ -88,15 +90,20 @@ def acceptance(trials: list[Trial], fault: str | None) -> list[Cell]:
 class Mixed(Probe):
     """Long prompts that arrive at random times whether the server keeps up or not; answers end by themselves.
 
-    Latency counts from when a request was due: a client that waits for the server must not hide its queue.
+    ask: question, a conversation about a document, of which an answer that was truncated is none; text, a text to be
+    continued (results of older suites have it), whose answers end at max_tokens. shortest, longest: of the document or
+    text, in tokens. Latency counts from when a request was due: a client that waits for the server must not hide its
+    queue.
     """
 
     probe: Literal["mixed"] = "mixed"
+    ask: Literal["question", "text"] = "text"
     requests: int = Field(24, ge=1)
     per_second: float = Field(2, gt=0)
     shortest: int = Field(128, ge=1)
     longest: int = Field(8192, ge=1)
     max_tokens: int = Field(512, ge=1)
+    repeats: int = Field(1, ge=1)
     seed: int = 0
 
     @property
@@ -106,40 +113,63 @@ class Mixed(Probe):
 
     def trials_of(self, raw: Raw) -> dict[str, int] | None:
         """By label."""
-        return {} if raw.skipped else {"mixed": 1}
+        return {} if raw.skipped else {"mixed": self.repeats}
 
     async def measure(self, target: Target) -> Raw:
-        """Times and lengths are drawn from the seed: the same in every run."""
-        longest = min(self.longest, target.endpoint.positions - self.max_tokens)
+        """Times, lengths and questions are drawn from the seed: the same in every trial of every run."""
+        around = AROUND if self.ask == "question" else 0
+        longest = min(self.longest, target.endpoint.positions - self.max_tokens - around)
         if longest < self.shortest:
             return Raw(skipped={"mixed": f"the server has {target.endpoint.positions} positions"})
-        return Raw(trials=tuple(await target.calm.measured(partial(self._trial, target, longest))))
+        trials: list[Trial] = []
+        for _ in range(self.repeats):
+            trials += await target.calm.measured(partial(self._trial, target, longest))
+        return Raw(trials=tuple(trials))
 
     async def _trial(self, target: Target, longest: int) -> Trial:
         draw = random.Random(self.seed)  # noqa: S311 (no secret)
         at, requests = 0.0, []
         for _ in range(self.requests):
             length = round(self.shortest * (longest / self.shortest) ** draw.random())
-            ask = target.endpoint.completion(await target.prompts.exactly(length), self.max_tokens)
-            requests.append(Timed(at, ask))
+            requests.append(Timed(at, await self._asked(target, length, draw)))
             at += draw.expovariate(self.per_second)
         return await trial(target, "mixed", requests)
+
+    async def _asked(self, target: Target, length: int, draw: random.Random) -> Ask:
+        tokens = await target.prompts.exactly(length)
+        if self.ask == "text":
+            return target.endpoint.completion(tokens, self.max_tokens)
+        document = await target.endpoint.text(tokens)
+        return target.endpoint.chat(conversation(document, draw), self.max_tokens)
 
     def cells(self, raw: Raw) -> list[Cell]:
         """TTFT and whole latency from when due, tokens over the whole time, truncations, HTTP errors."""
         streams = [stream for trial in raw.trials for stream in trial.streams]
-        none = None if streams else NO_SAMPLE
-        reason = raw.skipped.get("mixed") or none or first_fault(streams)
-        ttft = [stream.ttft for stream in streams if reason is None]
+        none = raw.skipped.get("mixed") or (None if streams else NO_SAMPLE)
+        fault = none or first_fault(streams)
+        reason = fault or self._did_not_end(streams)
+        ttft = [[stream.ttft for stream in trial.streams] for trial in raw.trials if reason is None]
         whole = [stream.end - stream.due for stream in streams if reason is None]
-        total = sum(stream.completion_tokens or 0 for stream in streams)
-        span = max((stream.end for stream in streams), default=0.0) - min((s.due for s in streams), default=0.0)
         failed = sum(stream.fault() is not None for stream in streams)
         return [
-            figure("mixed.ttft", "s", "lower", ttft, reason),
-            figure("mixed.ttft_p99", "s", "lower", [percentile(ttft, 0.99)] if ttft else [], reason),
+            figure("mixed.ttft", "s", "lower", [seconds for found in ttft for seconds in found], reason),
+            figure("mixed.ttft_p99", "s", "lower", [percentile(found, 0.99) for found in ttft if found], reason),
             figure("mixed.latency", "s", "lower", whole, reason),
-            figure("mixed.throughput", "tok/s", "higher", [total / span] if span > 0 else [], reason),
-            figure("mixed.truncated", "answers", None, [sum(stream.truncated for stream in streams)], reason),
-            figure("mixed.failed", "requests", "lower", [failed], raw.skipped.get("mixed") or none),
+            figure("mixed.throughput", "tok/s", "higher", [_throughput(trial) for trial in raw.trials], reason),
+            figure("mixed.truncated", "answers", None, [sum(stream.truncated for stream in streams)], fault),
+            figure("mixed.failed", "requests", "lower", [failed], none),
         ]
+
+    def _did_not_end(self, streams: Sequence[Stream]) -> str | None:
+        """Why these are not answers that ended by themselves."""
+        truncated = sum(stream.truncated for stream in streams)
+        if self.ask == "text" or 2 * truncated <= len(streams):
+            return None
+        return f"{truncated} of {len(streams)} answers were truncated at {self.max_tokens} tokens"
+
+
+def _throughput(trial: Trial) -> float:
+    """Tokens a second from when the first request was due to the last one's end."""
+    total = sum(stream.completion_tokens or 0 for stream in trial.streams)
+    seconds = max((s.end for s in trial.streams), default=0.0) - min((s.due for s in trial.streams), default=0.0)
+    return total / seconds if seconds > 0 else 0.0
