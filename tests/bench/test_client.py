@@ -103,9 +103,10 @@ def test_prefix_cold_and_shared() -> None:
     cells = measured(Script(first=0.4, cached=0), Prefix(prefix=200, followers=2))
     assert cells["prefix.cold_ttft"].value == near(0.4)
     assert cells["prefix.warm_ttft"].value is None
-    cells = measured(Script(first=0.4, cached=200), Prefix(prefix=200, followers=2))
+    cells = measured(Script(first=0.4, cached=200), Prefix(prefix=200, followers=2, repeats=2))
     assert cells["prefix.cold_ttft"].value is None
     assert cells["prefix.warm_ttft"].value == near(0.4)
+    assert len(cells["prefix.warm_ttft"].samples) == 4
 
 
 @in_one_of_three

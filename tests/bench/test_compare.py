@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from scipy import stats
 
-from moetier.bench.compare import Verdict, compare, lengths, quality, speed
+from moetier.bench.compare import FEWEST_SAMPLES, Verdict, compare, lengths, quality, speed
+from moetier.bench.documents import Library
+from moetier.bench.probes import AnyProbe
+from moetier.bench.probes.base import Raw
 from moetier.bench.samples import Cell, figure
 from moetier.eval.compare import mcnemar
 from tests.bench.made import answers, made
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def whole(a: str, b: str) -> Verdict:
@@ -100,3 +107,10 @@ def test_whole_results() -> None:
     assert {line.about for line in found.lines if line.verdict is Verdict.REGRESS} >= {"decode.C1", "decode.C2"}
     assert found.same_answers == "5 of 5 coding questions were answered alike"
     assert compare(a, b, parts=("quality",)).verdict is Verdict.UNPROVEN
+
+
+@pytest.mark.parametrize("probe", Library(ROOT).suite("standard").probes, ids=lambda probe: str(probe.probe))
+def test_the_standard_suite_has_samples_enough_to_compare_every_speed(probe: AnyProbe) -> None:
+    trials = probe.trials_of(Raw())
+    assert trials
+    assert min(trials.values()) >= FEWEST_SAMPLES

@@ -18,12 +18,15 @@ ANSWER = 8
 
 
 class Prefix(Probe):
-    """A long prefix, then `followers` questions behind it. prefix: tokens, cut to three quarters of the positions."""
+    """A long prefix, then `followers` questions behind it; `repeats` such prefixes. prefix: tokens, cut to three
+    quarters of the positions.
+    """
 
     probe: Literal["prefix"] = "prefix"
     prefix: int = Field(65536, ge=64)
     followers: int = Field(4, ge=1)
     tail: int = Field(32, ge=1)
+    repeats: int = Field(1, ge=1)
 
     @property
     def most_tokens(self) -> int | None:
@@ -32,17 +35,18 @@ class Prefix(Probe):
 
     def trials_of(self, raw: Raw) -> dict[str, int] | None:
         """By label."""
-        return {"cold": 1, "warm": self.followers}
+        return {"cold": self.repeats, "warm": self.repeats * self.followers}
 
     async def measure(self, target: Target) -> Raw:
-        """The first is cold, the others find its prefix."""
+        """The first of each prefix is cold, the others find it."""
         length = min(self.prefix, target.endpoint.positions * 3 // 4)
-        shared = await target.prompts.exactly(length)
         trials = []
-        for number in range(self.followers + 1):
-            prompt = shared + await target.prompts.exactly(self.tail)
-            label = "warm" if number else "cold"
-            trials.append(await one(target, label, target.endpoint.completion(prompt, ANSWER), want=length + self.tail))
+        for _ in range(self.repeats):
+            shared = await target.prompts.exactly(length)
+            for label in ("cold", *["warm"] * self.followers):
+                prompt = shared + await target.prompts.exactly(self.tail)
+                ask = target.endpoint.completion(prompt, ANSWER)
+                trials.append(await one(target, label, ask, want=length + self.tail))
         return Raw(trials=tuple(trials))
 
     def cells(self, raw: Raw) -> list[Cell]:
