@@ -40,6 +40,14 @@ def device_seconds(geometry: Geometry, costs: Costs, chances: NDArray[np.float64
     return costs.few.value + max(multiplied, touched * read / costs.few_share.value)
 
 
+def record_seconds(geometry: Geometry, costs: Costs, pairs: float, rows: float, ranks: int) -> float:
+    """Seconds that one more expert, of so many pairs, adds to a layer call of a few tokens."""
+    read = geometry.record_bytes / ranks / costs.gpu_rate.value
+    if rows <= 1:
+        return read / costs.one_share.value
+    return (1 + costs.few_pair.value * pairs) * read / costs.few_share.value
+
+
 def passes(chances: NDArray[np.float64], rows: float, size: int) -> float:
     """The mean of all experts' pairs over `size`, each rounded up, where the experts are picked with these chances [N].
 

@@ -27,7 +27,8 @@ FILLS: int = Settings.model_fields["fills_per_step"].default
 @dataclass(frozen=True)
 class Split:
     """Seconds: of the device's own experts; of a call to the CPU, whatever it computes; of one record by CPU, by link,
-    and out of DRAM with both reading. slowed: of the CPU's rate, what the link takes away while it streams.
+    and out of DRAM with both reading. slowed: of the CPU's rate, what the link takes away while it streams. streamed:
+    seconds of a streamed record on the device, when all have come.
     """
 
     device: float
@@ -36,6 +37,7 @@ class Split:
     link: float
     dram: float
     slowed: float = 0.0
+    streamed: float = 0.0
 
     def seconds(self, most: int, staged: int = STAGED) -> NDArray[np.float64]:
         """float64 [most + 1]: of 0, 1, ... missed records as the device divides them, at most `staged` streamed.
@@ -47,7 +49,7 @@ class Split:
         streamed = np.minimum(np.arange(min(staged, most) + 1)[None], records)
         each = self.cpu / np.where(streamed > 0, 1 - self.slowed, 1.0)
         cpu = np.where(records > streamed, self.call + (records - streamed) * each, 0.0)
-        device = np.where(streamed > 0, self.device + streamed * self.link, 0.0)
+        device = np.where(streamed > 0, self.device + streamed * (self.link + self.streamed), 0.0)
         taken = np.maximum(cpu, device).argmin(axis=1)[:, None]
         chosen: NDArray[np.float64] = np.take_along_axis(streamed, taken, 1)
         return self.divided(records, chosen)[:, 0]
@@ -57,7 +59,8 @@ class Split:
         on_cpu, link = records - streamed, streamed * self.link
         slowed = np.minimum(on_cpu * self.cpu / (1 - self.slowed), on_cpu * self.cpu + self.slowed * link)
         cpu = np.where(on_cpu > 0, self.call + slowed, 0.0)
-        times: NDArray[np.float64] = np.maximum(np.maximum(cpu, self.device + link), records * self.dram)
+        device = self.device + link + streamed * self.streamed
+        times: NDArray[np.float64] = np.maximum(np.maximum(cpu, device), records * self.dram)
         return times
 
     def all_streamed(self, most: int) -> NDArray[np.float64]:

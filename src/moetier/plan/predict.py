@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from moetier.plan.costs import Costs
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import Hardware
-from moetier.plan.kernels import device_seconds
+from moetier.plan.kernels import device_seconds, record_seconds
 from moetier.plan.misses import FILLS, PLANNED, STAGED, Split, distribution
 from moetier.plan.placement import Placement
 from moetier.plan.workload import Workload
@@ -120,6 +120,7 @@ def _split(case: Case, costs: Costs, work: Workload, rows: float, device: float)
     g, p = case.geometry, case.placement
     pairs = rows * work.top_k * (1 - work.hit_rate(p.slots)) / max(work.missed(p.slots, rows), 1e-9)
     ops = max(pairs, 1.0) * 6 * g.hidden * g.intermediate / costs.cpu_ops.value
+    streamed = 0.0 if case.on_cpu else record_seconds(g, costs, pairs, rows, p.ranks)
     return Split(
         device,
         costs.cpu_call.value,
@@ -127,6 +128,7 @@ def _split(case: Case, costs: Costs, work: Workload, rows: float, device: float)
         g.record_bytes / costs.link_rate.value,
         g.record_bytes / (costs.dram_rate.value * costs.together.value),
         min(costs.slowed.value, 0.9),
+        streamed,
     )
 
 
