@@ -11,7 +11,7 @@ from moetier.bench import BenchError
 from moetier.bench.documents import Library, MachineFile, Recipe, Suite, sha256_of
 from moetier.bench.here import check_machine, machine_of, set_folders
 from moetier.bench.provenance import Code, code_of, machine_here, model_files, package_blobs, software, stated
-from moetier.bench.result import Result, refuse_existing, require_space, write_result
+from moetier.bench.result import Result, name_of, refuse_existing, require_space, write_result
 from moetier.bench.run import Run, Say
 from moetier.bench.server import Place, free_port
 from moetier.bench.sweep import Measured
@@ -32,7 +32,7 @@ def run_recipe(
     within: float | None = None,
 ) -> Iterator[tuple[Path, Result]]:
     """Run a recipe, one server for all suites, and write each result below `out` as soon as it is whole; BenchError
-    for what cannot become a valid result.
+    for what cannot become a valid result. One that cannot be written is told when all the others are.
 
     commit: of a copy without git. within: seconds, from when the server is ready, after which no
     further probe begins: what a start takes differs too much from one to the next to decide what is measured.
@@ -64,11 +64,19 @@ def run_recipe(
         run = Run(library.root, recipe, tuple(suites), named, code, files, place, sets, within=within)
         for suite in suites:
             suite.probes_for(recipe)  # wrong parameters are an error now, not after a start
-            short = f"{recipe.id.replace('/', '__')}__{suite.id}__{(code.commit or '')[:12]}.json"
-            refuse_existing(out, f"{named.id}/{short}")
+            refuse_existing(out, name_of(named, recipe, suite, code))
         require_space(out)
+        unwritten = []
         for result in run.results(say):
-            yield write_result(out, result), result
+            try:
+                path = write_result(out, result)
+            except BenchError as error:  # those that wait for the server's end are still to come
+                say(str(error))
+                unwritten.append(str(error))
+                continue
+            yield path, result
+        if unwritten:
+            raise BenchError("; ".join(unwritten))
 
 
 def _code(root: Path, commit: str | None) -> Code:

@@ -143,9 +143,8 @@ class Result(Frozen):
     @property
     def name(self) -> str:
         """Where it lies below results/."""
-        commit = (self.code.commit or f"v{self.code.version}")[:12]
         failed = f"__failed-{self.started.replace(':', '')}" if self.status == "failed" else ""
-        return f"{self.machine.id}/{self.recipe.id.replace('/', '__')}__{self.suite.id}__{commit}{failed}.json"
+        return name_of(self.machine, self.recipe, self.suite, self.code, failed)
 
     def sealed(self) -> Result:
         """With the hash of all the rest."""
@@ -154,6 +153,12 @@ class Result(Frozen):
     def own_hash(self) -> str:
         """SHA-256 of everything but the hash."""
         return sha256_of(self.model_dump(mode="json", exclude={"sha256"}))
+
+
+def name_of(machine: MachineFile, recipe: Recipe, suite: Suite, code: Code, failed: str = "") -> str:
+    """Where a result of these lies below results/."""
+    commit = (code.commit or f"v{code.version}")[:12]
+    return f"{machine.id}/{recipe.id.replace('/', '__')}__{suite.id}__{commit}{failed}.json"
 
 
 def hashes_of(recipe: Recipe, suite: Suite, machine: MachineFile) -> dict[str, str]:
@@ -221,7 +226,7 @@ def write_result(folder: Path, result: Result, name: str | None = None, data: by
     try:
         _write(folder, path, data)
     except OSError as error:
-        raise BenchError(f"{path} cannot be written: {error.strerror}; the run is lost") from error
+        raise BenchError(f"{path} cannot be written: {error.strerror}; this result is lost") from error
     return path
 
 

@@ -1,0 +1,81 @@
+"""A recipe run as a user asks for it, against a server whose timing is known: what was measured is written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from moetier.bench import BenchError
+from moetier.bench.documents import Library, MachineFile, Suite
+from moetier.bench.probes import Coding
+from moetier.bench.provenance import code_of, machine_here
+from moetier.bench.recipes import run_recipe
+from moetier.bench.result import listed, name_of
+from moetier.bench.server import Served
+from tests.bench.scripted import Script, scripted
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("waits", "second", "third")
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """A checkout with a recipe of the bundled model, and with this machine; the server is scripted."""
+
+    @contextmanager
+    def scripted_serving(*_: object) -> Iterator[Served]:
+        with scripted(Script(first=0.01, gap=0.002)) as url:
+            yield Served(url, psutil.Process(), 0.1)
+
+    monkeypatch.setattr("moetier.bench.run.serving", scripted_serving)
+    monkeypatch.setattr("moetier.bench.run.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("moetier.bench.run.COUNTED_SECONDS", 0)
+    shutil.copytree(ROOT / "models" / "nano-mxfp4", tmp_path / "scripted")
+    recipe = Library(ROOT).recipe("nano/dram").model_dump(mode="json")
+    machine = MachineFile.model_validate(machine_here("here", "where the tests run")).model_dump(mode="json")
+    recipe |= {"params": {}, "model": {**recipe["model"], "folder": "scripted"}}
+    documents = {"recipes/nano/dram": recipe, "machines/here": machine}
+    for name, document in documents.items():
+        path = tmp_path / f"{name}.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(yaml.safe_dump(document))
+    return Library(tmp_path)
+
+
+def suites() -> list[Suite]:
+    """The result of the first waits for the server's end."""
+    probes = (Coding(max_tokens=16, repeats=1),)
+    return [Suite(id=name, summary="for tests", check_at_end=name == "waits", probes=probes) for name in NAMES]
+
+
+@pytest.mark.parametrize("lost", [(), ("second",), ("waits", "third")], ids=str)
+def test_a_result_that_cannot_be_written_loses_no_other(
+    library: Library, tmp_path: Path, lost: tuple[str, ...]
+) -> None:
+    out, said, here = tmp_path / "out", [], library.machine("here")
+    code, recipe = code_of(library.root), library.recipe("nano/dram")
+
+    def say(text: str) -> None:  # another run writes results of these names while this one measures
+        said.append(text)
+        for suite in suites():
+            path = out / name_of(here, recipe, suite, code)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if suite.id in lost:
+                path.write_text("another run's")
+
+    written, missing = [], ""
+    try:
+        for _, result in run_recipe(library, recipe, suites(), out, say, machine="here", allow_dirty=True):
+            written.append(result.suite.id)
+    except BenchError as error:
+        missing = str(error)
+    assert sorted(written) == sorted(set(NAMES) - set(lost))
+    assert sorted(name.split("__")[2] for name in listed(out)) == sorted(written)
+    assert {name for name in NAMES if f"__{name}__" in missing} == set(lost)
+    assert sum("a result is never overwritten" in text for text in said) == len(lost)
