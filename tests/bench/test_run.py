@@ -19,9 +19,9 @@ import yaml
 
 from moetier.bench import BenchError
 from moetier.bench.check import problems
-from moetier.bench.documents import Library, MachineFile, Recipe, Suite
+from moetier.bench.documents import Library, MachineFile, Recipe, Suite, read_document
 from moetier.bench.here import check_machine, set_folders
-from moetier.bench.probes import Coding, Decode, Mixed, Prefill, Quality, Soak
+from moetier.bench.probes import Coding, Decode, Growth, Mixed, Prefill, Quality, Soak
 from moetier.bench.provenance import ModelFiles, Software, changed_files, code_of, machine_here, model_files, software
 from moetier.bench.result import Result, Served, to_text
 from moetier.bench.run import Run
@@ -31,6 +31,7 @@ from tests.bench.made import IDENTITY, recipe
 from tests.bench.scripted import Script, scripted
 
 ROOT = Path(__file__).resolve().parents[2]
+KINDS = {"decode": Decode, "prefill": Prefill, "growth": Growth, "quality": Quality}
 SMOKE = Suite(
     id="smoke",
     summary="for tests",
@@ -314,6 +315,35 @@ def test_bad_recipes_are_named(tmp_path: Path, text: str, said: str) -> None:
     (finding,) = list(Library(tmp_path).lint())
     assert "recipes/tiny/a.yaml" in finding
     assert said in finding or "Extra inputs" in finding
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        (
+            {"probe": "decode", "levels": [1, 2, 1, 2]},
+            "probes.0.decode.levels: Value error, 1, 2 is named more than once",
+        ),
+        ({"probe": "prefill", "lengths": [256, 256]}, "lengths: Value error, 256 is named more than once"),
+        ({"probe": "growth", "lengths": [0]}, "lengths.0: Input should be greater than or equal to 1"),
+        ({"probe": "decode", "levels": []}, "levels: Tuple should have at least 1 item"),
+        ({"probe": "quality", "tasks": ["copy", "copy"]}, "tasks: Value error, copy is named more than once"),
+    ],
+    ids=["streams", "lengths", "none of a length", "no level", "sets"],
+)
+def test_a_probe_that_names_a_cell_twice_is_refused_where_it_is_written(
+    tmp_path: Path, probe: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"id": "mine", "summary": "x", "probes": [probe]}))
+    with pytest.raises(BenchError) as suite:
+        read_document(path, Suite)
+    kind, params = probe["probe"], {key: value for key, value in probe.items() if key != "probe"}
+    asked = recipe().model_copy(update={"params": {kind: params}})
+    with pytest.raises(BenchError) as of_recipe:
+        Suite(id="mine", summary="x", probes=(KINDS[kind](),)).probes_for(asked)
+    assert said in str(suite.value)
+    assert said.removeprefix("probes.0.decode.") in str(of_recipe.value)
 
 
 def test_a_recipe_in_the_wrong_place(tmp_path: Path) -> None:

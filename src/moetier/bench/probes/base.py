@@ -9,9 +9,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from moetier.bench.client import Recorder
 from moetier.bench.corpus import Prompts
@@ -19,6 +19,21 @@ from moetier.bench.endpoint import Ask, Endpoint, growth
 from moetier.bench.meter import Footprint, Meter
 from moetier.bench.samples import Cell, Frozen, Stream, Trial
 from moetier.eval.report import Result as Answer
+
+Named = TypeVar("Named", int, str)
+
+
+def _each_once(values: tuple[Named, ...]) -> tuple[Named, ...]:
+    twice = [str(value) for value in dict.fromkeys(values) if values.count(value) > 1]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is named more than once; each gives one cell")
+    return values
+
+
+Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_each_once)]
+"""Of streams or tokens: at least one, each once, since each names a cell."""
+Tasks = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_each_once)]
+"""Names of evaluation sets."""
 
 
 class Raw(Frozen):
@@ -198,10 +213,12 @@ def of_first(reasons: Sequence[str | None]) -> str | None:
 
 __all__ = [
     "Calm",
+    "Counts",
     "Probe",
     "Raw",
     "Running",
     "Target",
+    "Tasks",
     "Timed",
     "cold",
     "growth",

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moetier.bench.probes.base import Probe, Raw, Running, Target, Timed, growth, of_first
+from moetier.bench.probes.base import Counts, Probe, Raw, Running, Target, Timed, growth, of_first
 from moetier.bench.samples import Cell, Stream, Trial, figure, first_fault, percentile, tokens_per_second
 
 STALL_SECONDS = 10.0
@@ -22,7 +22,7 @@ class Decode(Probe):
     """Throughput by concurrency. seconds: of the window, which begins warmup_seconds after the last first token."""
 
     probe: Literal["decode"] = "decode"
-    levels: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    levels: Counts = (1, 2, 4, 8, 16, 32)
     repeats: int = Field(5, ge=1)
     seconds: float = Field(10, gt=0)
     warmup_seconds: float = Field(1, ge=0)

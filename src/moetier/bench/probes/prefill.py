@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moetier.bench.probes.base import Probe, Raw, Target, cold, not_cold, of_first
+from moetier.bench.probes.base import Counts, Probe, Raw, Target, cold, not_cold, of_first
 from moetier.bench.samples import Cell, Trial, figure, first_fault
 
 
@@ -15,7 +15,7 @@ class Prefill(Probe):
     """TTFT and tokens a second of prefill, by the prompt's length."""
 
     probe: Literal["prefill"] = "prefill"
-    lengths: tuple[int, ...] = (2048, 8192, 65536)
+    lengths: Counts = (2048, 8192, 65536)
     repeats: int = Field(5, ge=1)
 
     @property
@@ -58,7 +58,7 @@ class Growth(Probe):
     """Decode of one stream behind a growing context, `tokens` at each length."""
 
     probe: Literal["growth"] = "growth"
-    lengths: tuple[int, ...] = (128, 2048, 8192, 32768)
+    lengths: Counts = (128, 2048, 8192, 32768)
     tokens: int = Field(128, ge=8)
     repeats: int = Field(3, ge=1)
 

@@ -16,7 +16,7 @@ import aiohttp
 from pydantic import Field
 
 from moetier.bench.meter import Footprint
-from moetier.bench.probes.base import Probe, Raw, Target, growth, of_first
+from moetier.bench.probes.base import Probe, Raw, Target, Tasks, growth, of_first
 from moetier.bench.samples import Cell, Trial, figure
 from moetier.eval import EvalError
 from moetier.eval.ask import Server, evaluate
@@ -34,7 +34,7 @@ class Quality(Probe):
     """Evaluation sets at temperature 0. limit: the first items of each set; None: all."""
 
     probe: Literal["quality"] = "quality"
-    tasks: tuple[str, ...] = TASKS
+    tasks: Tasks = TASKS
     limit: int | None = Field(None, ge=1)
     concurrency: int = Field(8, ge=1)
     max_tokens: int = Field(256, ge=1)
@@ -93,7 +93,7 @@ class Soak(Probe):
     minutes: float = Field(20, gt=0)
     concurrency: int = Field(8, ge=1)
     per_second: float | None = Field(None, gt=0)
-    tasks: tuple[str, ...] = TASKS[:4]
+    tasks: Tasks = TASKS[:4]
     every: float = Field(10, gt=0)
     max_tokens: int = Field(256, ge=1)
 
