@@ -100,6 +100,24 @@ def test_speed(a: Cell, b: Cell, verdict: Verdict) -> None:
     assert speed(a, b, 0.05).verdict is verdict
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        pytest.param({"max_tokens": 32}, "not measured alike: max_tokens 16 and 32", id="otherwise"),
+        pytest.param({"repeats": 7}, None, id="more often"),
+    ],
+)
+def test_what_was_measured_otherwise_is_not_compared(changed: dict[str, int], told: str | None) -> None:
+    a = made("tiny/a")
+    *others, coding = a.sections
+    asked = coding.model_copy(update={"probe": coding.probe.model_copy(update=changed)})
+    lines = compare(a, a.model_copy(update={"sections": (*others, asked)}), parts=("speed",)).lines
+    found = {line.about: line for line in lines}
+    assert (found["coding.ttft"].text == told) == (told is not None)
+    assert found["coding.ttft"].verdict is Verdict.UNPROVEN or told is None
+    assert "not measured alike" not in found["decode.C1"].text
+
+
 def test_whole_results() -> None:
     a, b = made("tiny/a", gap=0.005), made("tiny/b", gap=0.01)
     found = compare(a, b, parts=("speed",))

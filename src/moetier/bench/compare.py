@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from moetier.bench.probes.base import Probe
 from moetier.bench.render import why_empty
 from moetier.bench.result import Result
 from moetier.bench.samples import Cell
@@ -33,6 +34,8 @@ RESAMPLES = 9999
 PARTS = ("quality", "speed")
 NOT_SPEED = ("quality.", "soak.", "boot.", "tiers.", "mixed.failed", "coding.same_again")
 """Cells that are judged otherwise, or that a run has one sample of."""
+HOW_OFTEN = {"repeats", "levels", "lengths", "followers"}
+"""Parameters of a probe that decide which cells there are and how many samples they have, not what a sample is."""
 
 
 class Verdict(IntEnum):
@@ -152,6 +155,7 @@ def lengths(task: str, pairs: Sequence[tuple[Answer, Answer]]) -> Line:
 def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
     """Every cell of both where more or less is better, but those of quality."""
     of_a, of_b = a.cells, b.cells
+    probes = [{cell.name: section.probe for section in r.sections for cell in section.cells} for r in (a, b)]
     for name, one in of_a.items():
         other = of_b.get(name)
         if other is None or one.better is None or name.startswith(NOT_SPEED):
@@ -160,7 +164,16 @@ def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
             continue
         sides = (("A", why_empty(one, a)), ("B", why_empty(other, b)))
         empty = "; ".join(f"{side} has none: {why}" for side, why in sides if why is not None)
-        yield Line(name, Verdict.UNPROVEN, empty) if empty else speed(one, other, gate)
+        why = empty or _measured_otherwise(*(of.get(name) for of in probes))
+        yield Line(name, Verdict.UNPROVEN, why) if why else speed(one, other, gate)
+
+
+def _measured_otherwise(a: Probe | None, b: Probe | None) -> str:
+    """In what a sample of A is not what one of B is, if in anything."""
+    of_a, of_b = (probe.model_dump() if probe is not None else {} for probe in (a, b))
+    differ = [name for name in of_a if name not in HOW_OFTEN and of_a[name] != of_b.get(name)]
+    told = ", ".join(f"{name} {of_a[name]} and {of_b.get(name)}" for name in differ)
+    return f"not measured alike: {told}" if told else ""
 
 
 def speed(a: Cell, b: Cell, gate: float) -> Line:
