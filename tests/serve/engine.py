@@ -1,18 +1,19 @@
-"""Runs vLLM inside one process on prompts given as token ids; started by tests as a program, once per engine.
+"""Runs vLLM inside one process on prompts given as token ids; every engine gets a process of its own.
 
-Standard input: JSON with "engine" (arguments of vllm.LLM), "prompts" (lists of token ids), "max_tokens" and
-"prompt_logprobs". A line of standard output that starts with RESULT: JSON with tokens, logprobs, our
-counters and vLLM's.
+Most of the time that an engine takes to start, a process imports vLLM. So one process does it once, before any thread
+runs in it, and every engine is a fork of that one (multiprocessing's fork server).
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -21,8 +22,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-RESULT = "result: "
-"""Other processes of the engine may write lines after it."""
+IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "moetier.serve.vllm.runtime"]
+"""What an engine imports before it knows its model."""
+
+LIMIT_SECONDS = 600
 
 SCHEDULER = (
     "vllm:prefix_cache_hits",
@@ -38,22 +41,34 @@ SCHEDULER = (
 def run_engine(
     prompts: list[list[int]], max_tokens: int, *, prompt_logprobs: bool = True, **engine: Any
 ) -> dict[str, Any]:
-    """Start an engine in a new process, generate greedily for all prompts queued at once, return its result."""
+    """Start an engine in a new process, generate greedily for all prompts queued at once, return its result.
+
+    engine: arguments of vllm.LLM. The result: tokens, logprobs, our counters and vLLM's.
+    """
     job = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "prompt_logprobs": prompt_logprobs}
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-        timeout=600,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"engine failed with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith(RESULT))
-    result: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-    return result
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with mock.patch.dict(os.environ, ENVIRONMENT), tempfile.TemporaryDirectory() as folder:
+        forkserver.ensure_running()  # in this environment, of which libraries read a part when they are imported
+        said, result = Path(folder) / "said", Path(folder) / "result"
+        said.touch()
+        process = context.Process(target=_run, args=(job, dict(os.environ), said, result))
+        process.start()
+        process.join(LIMIT_SECONDS)
+        if process.exitcode != 0:
+            process.kill()
+            raise RuntimeError(f"engine failed with {process.exitcode}:\n{said.read_text(errors='replace')[-8000:]}")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def _run(job: dict[str, Any], environment: dict[str, str], said: Path, result: Path) -> None:
+    """In the new process: what it and its children say goes to a file."""
+    with said.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(environment)
+    result.write_text(json.dumps(_result(job)))
 
 
 def moetier(store: Path, **settings: Any) -> dict[str, Any]:
@@ -65,8 +80,7 @@ def moetier(store: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
+def _result(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     defaults = {
@@ -111,9 +125,4 @@ def main() -> None:
         result["counters"] = vars(model.counters)
         result["reads"] = model.reader.counters.reads
         result["records"] = model.records
-    sys.stdout.write(f"\n{RESULT}{json.dumps(result)}\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return result

@@ -51,8 +51,10 @@ class Request:
         return self.text
 
     def stalls(self, seconds: float) -> bool:
-        """Whether nothing comes for so long."""
-        time.sleep(0.5)  # what was on its way arrives
-        before = self.text
+        """Whether nothing comes for so long, once what was on its way has arrived."""
+        before = None
+        while before != self.text and self._thread.is_alive():
+            before = self.text
+            time.sleep(0.5)
         time.sleep(seconds)
         return self.text == before and self._thread.is_alive()
