@@ -225,8 +225,7 @@ StepError Experts::down(std::size_t first, std::span<const std::uint64_t> addres
   pool_.run([&](int thread) {
     for (Run strips; !(strips = take(next, hidden_strips(), kMostStrips)).empty();) {
       down_strips(
-          strips, experts, [&](std::size_t index) { return addresses[index - first]; }, [](std::size_t, Run) {},
-          thread);
+          strips, experts, [&](std::size_t index) { return addresses[index - first]; }, [](std::size_t) {}, thread);
     }
   });
   std::fill_n(stages_ + first, addresses.size(), Stage::done);
@@ -284,8 +283,7 @@ void Experts::whole_step(const StepInput &input, std::uint16_t *out) {
     left_[part.index].fetch_sub(static_cast<std::int32_t>(part.strips), std::memory_order_release);
   };
   const auto address_of = [&](std::size_t index) { return routed_address_[index]; };
-  const auto await_h = [&](std::size_t index, Run strips) {
-    fetch_down(index, strips);
+  const auto await_h = [&](std::size_t index) {
     spin_until([&] { return left_[index].load(std::memory_order_acquire) == 0; });
   };
   const std::size_t pieces = tokens_ * pieces_;

@@ -124,7 +124,6 @@ private:
   void activate_strip(const Part &part, std::size_t i, Run pairs, Scratch &scratch);
   void fill_panel(std::size_t first, StripJob &job, Scratch &scratch) const;
   void down(const Part &part, const Part &next, Scratch &scratch);
-  void fetch_down(std::size_t index, Run strips) const;
   void put(std::size_t pair, std::size_t strip, const float *y);
   void down_slice(const Part &part, const Part &next, std::size_t slice, Run pairs, Scratch &scratch);
   void combine_slices(std::size_t count, Scratch &scratch) const;

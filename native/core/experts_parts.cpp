@@ -164,17 +164,6 @@ void Experts::down_slice(const Part &part, const Part &next, std::size_t slice, 
   }
 }
 
-// While other threads are at the last parts of an expert's gate and up, the memory would rest: what this thread reads
-// first of down comes into its cache.
-void Experts::fetch_down(std::size_t index, Run strips) const {
-  const std::uint8_t *base = slice_base(routed_address_[index], 0);
-  for (std::size_t i = strips.begin; i < strips.end && left_[index].load(std::memory_order_relaxed) > 0; ++i) {
-    const Strip strip = strip_at(base, down_codes_, down_scales_, i, h_blocks_);
-    for (std::size_t at = 0; at < 2 * h_blocks_ * kTileCodes; at += 64) __builtin_prefetch(strip.codes + at, 0, 2);
-    for (std::size_t at = 0; at < 2 * h_blocks_ * kTileRows; at += 64) __builtin_prefetch(strip.scales + at, 0, 2);
-  }
-}
-
 // Pairwise tree over the slices, into the first.
 void Experts::combine_slices(std::size_t count, Scratch &scratch) const {
   constexpr std::size_t kSize = kMostRows * kStripRows;

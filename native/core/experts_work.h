@@ -22,13 +22,13 @@ void Experts::gate_up_parts(std::atomic<std::size_t> &next, std::size_t total, P
   }
 }
 
-// Some strips of down: every expert in turn, so that a strip's sums are in the contract's order. await(index, strips)
-// returns when the expert's h is complete.
+// Some strips of down: every expert in turn, so that a strip's sums are in the contract's order. await(index) returns
+// when the expert's h is complete.
 template <typename AddressOf, typename Await>
 void Experts::down_strips(Run strips, Run experts, AddressOf address_of, Await await, int thread) {
   Scratch &scratch = scratch_[static_cast<std::size_t>(thread)];
   for (std::size_t index = experts.begin; index < experts.end; ++index) {
-    await(index, strips);
+    await(index);
     for (std::size_t strip = strips.begin; strip < strips.end; ++strip) {
       const Part part = {index, address_of(index), 0, strip};
       Part after = part;
