@@ -129,3 +129,12 @@ def test_two_savers_of_one_file_leave_it_whole(tmp_path: Path) -> None:
         for saver in savers:
             saver.kill()
             saver.communicate()
+
+
+def test_a_call_of_each_of_several_layers_counts_as_they_do_one_by_one() -> None:
+    layers, experts, pairs = np.array([0, 0, 2]), np.array([3, 1, 3]), np.array([5, 1, 2], np.int32)
+    together, alone = Heat(3, 4, "x"), Heat(3, 4, "x")
+    together.add(layers, experts, pairs, sequences=2)
+    alone.add(0, experts[:2], pairs[:2], sequences=2)
+    alone.add(2, experts[2:], pairs[2:], sequences=2)
+    assert together.counts.tolist() == alone.counts.tolist() == [[0, 1, 0, 2], [0] * 4, [0, 0, 0, 2]]

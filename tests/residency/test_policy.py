@@ -99,6 +99,28 @@ def test_refills_take_free_slots_then_victims_up_to_the_limit() -> None:
     assert refills(policy, missed, spares, free=0, limit=0) == []
 
 
+def test_refills_ask_for_all_as_for_one_after_the_other(policy: Policy) -> None:
+    rng = np.random.default_rng(4)
+    held, swapped = ids(0, 1, 2), 0
+    policy.place(held)
+    for _ in range(400):
+        used = np.unique(rng.zipf(1.6, 5).clip(max=EXPERTS) - 1).astype(np.int32)
+        policy.touch(rng.permutation(EXPERTS)[used], prefill=bool(rng.random() < 0.2))
+        missed = np.setdiff1d(np.flatnonzero(policy._current), held).astype(np.int32)
+        free, limit = (int(n) for n in rng.integers(0, 3, 2))
+        expected: list[Swap] = []
+        left = held
+        for expert in missed.tolist():
+            victim = None if len(expected) < free else policy.victim(expert, left)
+            if len(expected) < limit and (len(expected) < free or victim is not None):
+                expected.append(Swap(expert, victim))
+                left = left[left != victim]
+        assert refills(policy, missed, held, free, limit) == expected
+        swapped += sum(swap.victim is not None for swap in expected)
+        held = np.union1d(left, [swap.expert for swap in expected]).astype(np.int32)[-4:]
+    assert swapped > 20
+
+
 @pytest.mark.parametrize(
     ("requests", "expected"),
     [

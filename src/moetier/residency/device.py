@@ -54,6 +54,7 @@ class DeviceSlots:
         self.device = slots.device
         self.resident = frozenset(resident)
         assert all(0 <= expert < experts for expert in self.resident), "a resident expert does not exist"
+        self._fixed: NDArray[np.bool_] = np.isin(np.arange(experts), list(self.resident))
         capacity = slots.shape[0]
         assert capacity >= len(self.resident), "fewer slots than resident experts"
         self.first = first
@@ -85,7 +86,7 @@ class DeviceSlots:
     @property
     def spares(self) -> NDArray[np.int32]:
         """Experts in the table that `retire` may take out, ascending."""
-        return np.array([e for e in self.live if int(e) not in self.resident], np.int32)
+        return np.flatnonzero((self.mirror != ABSENT) & ~self._fixed).astype(np.int32)
 
     def fill(self, expert: int, record: torch.Tensor) -> int:
         """Start copying `record` (uint8, up to stride bytes, pinned) into a free slot beside compute; its number.

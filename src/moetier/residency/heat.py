@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +51,11 @@ class Heat:
         heat._saved = counts.copy()
         return heat
 
-    def add(self, layer: int, experts: NDArray[np.int32], pairs: NDArray[np.int32], sequences: int = 0) -> None:
-        """Count `pairs` int32 [D] of the distinct `experts` int32 [D] of one layer call.
+    def add(
+        self, layer: int | NDArray[np.intp], experts: NDArray[Any], pairs: NDArray[np.int32], sequences: int = 0
+    ) -> None:
+        """Count `pairs` int32 [D] of the distinct `experts`, integers [D], of one layer call; or of one call of each of
+        several layers, `layer` then being the layer of each, integers [D].
 
         sequences: those of the step, 0 where it is not known. An expert then counts once a sequence at most, so neither
         a long prompt nor the drafts that a step verifies outweigh decode.

@@ -46,11 +46,16 @@ class Policy(ABC):
 
     def victim(self, expert: int, candidates: NDArray[np.int32]) -> int | None:
         """Which of `candidates`, int32 [C], in slots now, makes room for `expert`; None: `expert` stays out."""
-        unlearnt = self._prefill & self._known[candidates]
-        candidates = candidates[~(self._current[candidates] | unlearnt)]
+        candidates = self.allowed(candidates)
         if candidates.size == 0:
             return None
-        return self._choose(expert, candidates)
+        weakest = self.weakest(candidates)
+        return weakest if self.enter(np.array([expert], np.int32), weakest)[0] else None
+
+    def allowed(self, candidates: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Those that the rules common to all let go, in their order."""
+        unlearnt = self._prefill & self._known[candidates]
+        return candidates[~(self._current[candidates] | unlearnt)]
 
     @abstractmethod
     def _learn(self, experts: NDArray[np.int32]) -> None:
@@ -61,8 +66,12 @@ class Policy(ABC):
         """See `place`."""
 
     @abstractmethod
-    def _choose(self, expert: int, candidates: NDArray[np.int32]) -> int | None:
-        """`victim` among candidates that the common rules allow; there is at least one."""
+    def weakest(self, candidates: NDArray[np.int32]) -> int:
+        """Which of `candidates`, at least one, gives way first."""
+
+    @abstractmethod
+    def enter(self, experts: NDArray[np.int32], weakest: int) -> NDArray[np.bool_]:
+        """Bool [D]: of each of `experts`, int32 [D], whether `weakest` makes room for it."""
 
 
 class Lru(Policy):
@@ -78,8 +87,11 @@ class Lru(Policy):
     def _expect(self, experts: NDArray[np.int32]) -> None:
         self._last[experts] = -np.arange(1, experts.size + 1)
 
-    def _choose(self, expert: int, candidates: NDArray[np.int32]) -> int | None:
+    def weakest(self, candidates: NDArray[np.int32]) -> int:
         return int(candidates[np.argmin(self._last[candidates])])
+
+    def enter(self, experts: NDArray[np.int32], weakest: int) -> NDArray[np.bool_]:
+        return np.ones(experts.size, np.bool_)
 
 
 class SecondTouch(Lru):
@@ -97,11 +109,9 @@ class SecondTouch(Lru):
         self._before[experts] = self._last[experts]
         super()._learn(experts)
 
-    def _choose(self, expert: int, candidates: NDArray[np.int32]) -> int | None:
-        oldest = super()._choose(expert, candidates)
-        assert oldest is not None
-        last = self._last[oldest]
-        return oldest if last == NEVER or self._before[expert] > last else None
+    def enter(self, experts: NDArray[np.int32], weakest: int) -> NDArray[np.bool_]:
+        later: NDArray[np.bool_] = self._before[experts] > self._last[weakest]
+        return later if self._last[weakest] != NEVER else np.ones_like(later)
 
 
 class Frequency(Policy):
@@ -128,10 +138,12 @@ class Frequency(Policy):
     def _expect(self, experts: NDArray[np.int32]) -> None:
         self._weight[experts] = np.linspace(1, 0, experts.size, endpoint=False)
 
-    def _choose(self, expert: int, candidates: NDArray[np.int32]) -> int | None:
-        rarest = int(candidates[np.argmin(self._weight[candidates])])
-        ahead = not self._known[rarest] or self._weight[expert] >= self._weight[rarest] + self.MARGIN
-        return rarest if ahead else None
+    def weakest(self, candidates: NDArray[np.int32]) -> int:
+        return int(candidates[np.argmin(self._weight[candidates])])
+
+    def enter(self, experts: NDArray[np.int32], weakest: int) -> NDArray[np.bool_]:
+        ahead: NDArray[np.bool_] = self._weight[experts] >= self._weight[weakest] + self.MARGIN
+        return ahead if self._known[weakest] else np.ones_like(ahead)
 
 
 POLICIES: Mapping[str, Callable[[int], Policy]] = {"lru": Lru, "second-touch": SecondTouch, "frequency": Frequency}
@@ -163,15 +175,14 @@ def refills(policy: Policy, missed: NDArray[np.int32], spares: NDArray[np.int32]
         The most copies.
 
     """
-    swaps: list[Swap] = []
-    left = spares
-    for expert in map(int, missed):
-        if len(swaps) >= limit:
+    swaps = [Swap(int(expert), None) for expert in missed[: min(free, limit)]]
+    rest, left = missed[len(swaps) :], policy.allowed(spares)
+    while rest.size and left.size and len(swaps) < limit:
+        weakest = policy.weakest(left)
+        entering = np.flatnonzero(policy.enter(rest, weakest))
+        if not entering.size:
             break
-        if free:
-            free -= 1
-            swaps.append(Swap(expert, None))
-        elif (victim := policy.victim(expert, left)) is not None:
-            left = left[left != victim]
-            swaps.append(Swap(expert, victim))
+        first = int(entering[0])
+        swaps.append(Swap(int(rest[first]), weakest))
+        rest, left = rest[first + 1 :], left[left != weakest]
     return swaps

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -61,6 +62,7 @@ class Refiller:
         for layer in layers:
             layer.take_streamed()
         self._helped = [layer.helped_reads for layer in layers]
+        self._indices = np.array([layer.index for layer in layers])
         self._turn = 0
         self._waiting: list[Snapshot] = []
 
@@ -83,25 +85,26 @@ class Refiller:
         pairs, counted = (now - self._seen).astype(np.int32), counts - self._counted
         self._seen, self._counted = now.copy(), counts.copy()
         pairs += snapshot.streamed
-        left = self._fills
+        rows, columns = np.nonzero(pairs)
+        self._total.add(self._indices[rows], columns, pairs[rows, columns], step.sequences)
+        used, missed = _by_row(pairs != 0), _by_row((pairs != 0) & (snapshot.mirrors == ABSENT))
+        sums, counts_of = pairs.sum(1).tolist(), counted.tolist()
+        left, count = self._fills, len(self._layers)
         self._turn += 1  # another layer is first to get copies every time
-        for row in np.roll(np.arange(len(self._layers)), -self._turn):
-            layer = self._layers[row]
-            experts = np.flatnonzero(pairs[row]).astype(np.int32)
+        for row in ((self._turn + i) % count for i in range(count)):
+            layer, experts = self._layers[row], used[row]
             if not experts.size:
                 continue
-            missed = experts[snapshot.mirrors[row][experts] == ABSENT]
-            self._total.add(layer.index, experts, pairs[row][experts], step.sequences)
-            self._count(int(row), layer, counted[row], int(pairs[row].sum()), snapshot.helped[row])
+            self._count(row, layer, dict(zip(COUNTS, counts_of[row], strict=True)), sums[row], snapshot.helped[row])
             self._policies[row].touch(experts, step.prefill)
-            layer.tier.policy.touch(missed, step.prefill)
-            if left and missed.size:
-                left -= self._refill(layer, self._policies[row], missed, left)
+            if not layer.all_in_memory:  # else nothing gives way in DRAM
+                layer.tier.policy.touch(missed[row], step.prefill)
+            if left and missed[row].size:
+                left -= self._refill(layer, self._policies[row], missed[row], left)
 
-    def _count(self, row: int, layer: HybridLayer, counted: NDArray[np.int64], pairs: int, helped: int) -> None:
+    def _count(self, row: int, layer: HybridLayer, counts: Mapping[str, int], pairs: int, helped: int) -> None:
         """The device's counts of planned calls; streamed ones were counted when they were made."""
-        counts, counters = dict(zip(COUNTS, map(int, counted), strict=True)), layer.counters
-        cpu_ns = self._told.cpu_ns(layer.index)
+        counters, cpu_ns = layer.counters, self._told.cpu_ns(layer.index)
         counters.calls += counts["calls"]
         counters.pairs += pairs
         counters.hits += counts["hits"]
@@ -122,8 +125,8 @@ class Refiller:
             return 0  # a request is being helped with: the next step will do
         try:
             absent = missed[(slots.mirror[missed] == ABSENT) & (layer.tier.addresses[missed] != 0)]
-            wanted = [expert for expert in absent if expert not in layer.busy]
-            swaps = refills(policy, np.array(wanted, np.int32), slots.spares, slots.free, limit)
+            wanted = absent[~np.isin(absent, list(layer.busy))] if layer.busy else absent
+            swaps = refills(policy, wanted, slots.spares, slots.free, limit)
             for swap in swaps:
                 if swap.victim is not None:
                     slots.retire(swap.victim)
@@ -135,6 +138,14 @@ class Refiller:
             lock.release()
         layer.counters.slot_fills += len(swaps)
         return len(swaps)
+
+
+def _by_row(chosen: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
+    """Of each row of bool [R, E], the chosen columns, int32, ascending."""
+    rows, columns = np.nonzero(chosen)
+    bounds = np.searchsorted(rows, np.arange(chosen.shape[0] + 1)).tolist()
+    experts: NDArray[np.int32] = columns.astype(np.int32)
+    return [experts[begin:end] for begin, end in pairwise(bounds)]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
