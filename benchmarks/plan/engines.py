@@ -87,7 +87,8 @@ def under_vllm(rows: Rows, hardware: Hardware, layers: int) -> Iterator[Compared
         "speeds with 100% in slots",
     )
     everything = evenly(geometry, geometry.experts, 0.0, 1)
-    host = statistics.median(streams / full[f"decode_{streams}_tok_s"] for streams in STREAMS) - costs.step.value
+    sequence, step = costs.sequence.value, costs.step.value
+    host = statistics.median(streams * (1 / full[f"decode_{streams}_tok_s"] - sequence) for streams in STREAMS) - step
     yield Compared("the host's time of a step", host * 1e6, costs.host.value * 1e6, "us", "profile")
     costs = replace(costs, host=Known(host, 0.05, "all experts in slots"))
     for row in cells:

@@ -39,7 +39,9 @@ def drawn(exponent: float = 1.0) -> np.ndarray:
 
 def layer_costs(hardware: Hardware, rows: Rows, doctors: bool) -> Costs:
     """No engine; rates of a miss by the doctor, or those that the plans were made from."""
-    costs = costs_of(hardware, engine_named(None, hardware)).scaled({"layer": 0.0, "step": 0.0, "host": 0.0})
+    costs = costs_of(hardware, engine_named(None, hardware)).scaled(
+        {"layer": 0.0, "step": 0.0, "host": 0.0, "sequence": 0.0}
+    )
     return costs if doctors else with_rates(costs, RECORD.record_bytes, plans_ns(rows))
 
 

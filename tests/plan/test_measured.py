@@ -60,7 +60,9 @@ MISSES = {0: 28.8, 1: 179.9, 2: 286.6}
 @pytest.fixture(scope="module")
 def costs():
     hardware = hardware_of(describe("1xH200", "128GB", gpu_rate="4200GB/s", pcie="5x16"), LAYER.record)
-    known = costs_of(hardware, engine_named(None, hardware)).scaled({"layer": 0.0, "step": 0.0, "host": 0.0})
+    known = costs_of(hardware, engine_named(None, hardware)).scaled(
+        {"layer": 0.0, "step": 0.0, "host": 0.0, "sequence": 0.0}
+    )
     rates = {name: LAYER.record_bytes / us * 1e6 for name, us in MISS_US.items() if name != "cpu_call"}
     rates["cpu_call"] = MISS_US["cpu_call"] / 1e6
     return hardware, replace(known, **{name: Known(value, 0.05, "measured") for name, value in rates.items()})

@@ -30,6 +30,8 @@ class Engine:
     """Sampling and what else of a step nothing hides."""
     host: Known
     """Scheduling and launching a step on the host, while the device computes the one before: the least a step takes."""
+    sequence: Known
+    """What each running sequence adds to that: its tokens are scheduled, taken in and sent."""
     start: Known
     """From the command to the first answer, beside reading weights."""
 
@@ -41,7 +43,8 @@ ENGINES = {
         Known(42e-6, 0.3, FOUR + "a step of 7.5 ms less 1.3 ms of misses, dense weights, experts, and reductions"),
         Known(16e-6, 0.35, "assumed: an all-reduce of one token's hidden row over PCIe"),
         Known(0.5e-3, 0.4, "assumed: what asynchronous scheduling does not hide, and sampling"),
-        Known(2.1e-3, 0.3, "measured: vLLM 0.26 on one H200, 6 layers all in slots: 1, 4 and 8 streams 2.5 to 2.9 ms"),
+        Known(2.0e-3, 0.3, "measured: vLLM 0.26, one H200, 6 and 7 layers all in slots: 1 to 8 streams 2.2 to 3.1 ms"),
+        Known(43e-6, 0.4, "measured: the same, 7 layers: 32 streams 3.8 ms, two runs (3a971ac, 6604d53)"),
         Known(90.0, 0.5, "assumed: imports, profiling, compilation from a warm cache, graph capture"),
     ),
     "vllm-eager": Engine(
@@ -51,6 +54,7 @@ ENGINES = {
         Known(40e-6, 0.5, "assumed"),
         Known(3e-3, 0.5, "assumed"),
         Known(0.0, 0.0, "launches are the layers' time"),
+        Known(0.0, 0.0, "not counted beside them"),
         Known(60.0, 0.5, "assumed: imports and profiling"),
     ),
     "vllm-cpu": Engine(
@@ -60,6 +64,7 @@ ENGINES = {
         Known(0.0, 0.0, "one rank"),
         Known(5e-3, 0.5, "assumed"),
         Known(0.0, 0.0, "nothing overlaps"),
+        Known(0.0, 0.0, "a part of the layers' time"),
         Known(40.0, 0.5, "assumed: imports and warm-up"),
     ),
 }
@@ -111,6 +116,7 @@ class Costs:
     reduce: Known
     step: Known
     host: Known
+    sequence: Known
     start: Known
     skew: Known
     dense_share: Known
@@ -173,6 +179,7 @@ def costs_of(hardware: Hardware, engine: Engine) -> Costs:
         reduce=engine.reduce,
         step=engine.step,
         host=engine.host,
+        sequence=engine.sequence,
         start=engine.start,
         **COMMON,
     )

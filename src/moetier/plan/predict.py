@@ -55,12 +55,13 @@ class Case:
 
 def decode_parts(case: Case, costs: Costs, streams: int = 1) -> dict[str, float]:
     """Seconds of one decode step by part, its sum being the step."""
-    return _with_host(_target_parts(case, costs, streams, float(streams)), costs)
+    return _with_host(_target_parts(case, costs, streams, float(streams)), costs, streams)
 
 
-def _with_host(parts: dict[str, float], costs: Costs) -> dict[str, float]:
+def _with_host(parts: dict[str, float], costs: Costs, streams: int) -> dict[str, float]:
     """And where the device is done before the host has the next step ready, that time."""
-    return parts | {"waiting for the host": max(0.0, costs.host.value + costs.step.value - sum(parts.values()))}
+    least = costs.host.value + streams * costs.sequence.value + costs.step.value
+    return parts | {"waiting for the host": max(0.0, least - sum(parts.values()))}
 
 
 def _target_parts(case: Case, costs: Costs, streams: int, rows: float) -> dict[str, float]:
@@ -156,14 +157,15 @@ def draft_parts(case: Case, costs: Costs, streams: int, draft: Draft) -> dict[st
     g, p = case.geometry, case.placement
     parts = _target_parts(case, costs, streams, float(streams * (1 + draft.tokens)))
     if g.drafter is None:
-        return _with_host(parts, costs)
+        return _with_host(parts, costs, streams)
     passes = 1 if g.drafter.kind == "dspark" else draft.tokens
     layers = g.drafter.layers * passes
     rate = costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.one_share.value
     picked = min(g.drafter.experts, g.drafter.top_k * streams) * g.record_bytes if g.drafter.experts else 0
     reads = passes * (g.parts.drafter + g.parts.head) + layers * picked
     reduced = 2 * layers * costs.reduce.value if p.ranks > 1 else 0.0
-    return _with_host(parts | {"drafter": layers * costs.layer.value + reduced + reads / (rate * p.ranks)}, costs)
+    drafter = layers * costs.layer.value + reduced + reads / (rate * p.ranks)
+    return _with_host(parts | {"drafter": drafter}, costs, streams)
 
 
 def chunk_parts(case: Case, costs: Costs, tokens: int, before: int = 0) -> dict[str, float]:
