@@ -28,6 +28,10 @@ def plan_json(*arguments):
     return json.loads(done.stdout)
 
 
+def test_records_as_a_share_as_serve_takes_them():
+    assert plan_json("deepseek-v4.1-flash", *FOUR, "--dram-records", "25%")["dram_records"]["value"] == 384 // 4
+
+
 def test_the_promised_numbers_with_low_and_high():
     found = plan_json("deepseek-v4.1-flash", *FOUR, "--dram-records", "120", "--workload", "short")
     for name in PROMISED:
@@ -96,6 +100,7 @@ def test_a_geometry_file_plans_as_its_checkpoint(nano, tmp_path):
         (("deepseek-v4.1-flash", *FOUR, "--engine", "vllm-cpu"), "leave --engine out"),
         (("deepseek-v4.1-flash", *FOUR, "--draft-tokens", "3", "--accepted", "9"), "at most 4"),
         (("deepseek-v4.1-flash", *FOUR, "--accepted", "2"), "say --draft-tokens too"),
+        (("deepseek-v4.1-flash", *FOUR, "--dram-records", "-1"), "a share such as 25%"),
         (("deepseek-v4.1-flash", *FOUR, "--kv-format", "int3"), "int3"),
         (("deepseek-v4.1-flash", *FOUR, "--plot", "/dev/null/x.svg"), "cannot be written"),
         ((), "expected a MODEL"),

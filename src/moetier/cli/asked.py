@@ -20,6 +20,7 @@ from moetier.plan.describe import DESCRIBED_THREADS, describe
 from moetier.plan.geometry import Geometry
 from moetier.plan.placement import Wanted
 from moetier.plan.predict import Draft
+from moetier.plan.serving import records_of
 from moetier.plan.workload import DEFAULT
 
 DEFAULT_CONTEXT = 32768
@@ -42,7 +43,7 @@ class Asked:
     gpu_rate: Annotated[str | None, _option("Each GPU's memory rate: 1792GB/s.")] = None
     threads: Annotated[int, _option("CPU threads of a machine in words.", min=1, max=4096)] = DESCRIBED_THREADS
     disk_size: Annotated[str | None, _option("Free space on disk: 2TB.")] = None
-    dram_records: Annotated[int | None, _option("Experts of each layer in DRAM.", min=0)] = None
+    dram_records: Annotated[str | None, _option("Experts of each layer in DRAM: a number, 25%, auto.")] = None
     slots: Annotated[int | None, _option("Experts of each layer in slots of the devices.", min=0)] = None
     residents: Annotated[int, _option("Slots fixed by heat, whose records take no DRAM.", min=0)] = 0
     tables: Annotated[str, _option("Lookup tables (Engram): auto, dram or disk.")] = "auto"
@@ -91,7 +92,7 @@ class Asked:
         return Wanted(
             context=min(DEFAULT_CONTEXT, geometry.max_context) if self.context is None else self.context,
             streams=self.streams,
-            dram_records=self.dram_records,
+            dram_records=records_of(self.dram_records, geometry.experts),
             slots=self.slots,
             residents=self.residents,
             kv_format=self.kv_format,
