@@ -42,9 +42,10 @@ serve: setup
 	@set -m; VLLM_ENFORCE_STRICT_TOOL_CALLING=0 setpriv --pdeathsig TERM \
 	  $(BIN)/moetier serve $(SERVE) $(ARGS) -- $(SERVE_VLLM); exit $$?
 
-## test       set up, then run every test
+## test       set up, then run every test, in two processes (ARGS='-n 0' for one, as --pdb wants it)
+# A file's tests stay in one process and in their order: they share a server or an engine.
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 ## bench      set up, then measure nano tiered, all in DRAM and in stock vLLM (a quarter of an hour), compare and render
 # Wants a clean tree, the model nano-bf16 (MOETIER_SHARED_MODELS) and a file of machines/ that describes the hardware.
