@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -69,7 +70,7 @@ def test_a_moment_is_judged_by_the_seconds_before_it(monkeypatch: pytest.MonkeyP
     meter = Meter(psutil.Process())
     clock = iter([0.0, 1.0, 3.0, 3.5, 3.51])
     used = iter([0.0, 0.5, 0.5, 0.5, 0.6])
-    monkeypatch.setattr("moetier.bench.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("moetier.bench.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(meter, "_busy", lambda: next(used))
     monkeypatch.setattr(meter, "_own", lambda: 0.0)
     marks = [meter.mark() for _ in range(4)]
