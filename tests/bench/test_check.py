@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from moetier.bench import BenchError
 from moetier.bench.check import check_folder, problems
 from moetier.bench.documents import sha256_of
 from moetier.bench.provenance import git_blob, stated
-from moetier.bench.result import SUMS, Result, Section, cells_of, tier_cells, to_text, write_result
+from moetier.bench.result import SUMS, Result, Section, cells_of, listed, tier_cells, to_text, write_result
 from moetier.bench.samples import Cell
 from tests.bench.made import checkout, commit_all, git, made
 
@@ -48,6 +51,32 @@ def test_nothing_is_found_where_nothing_was_done(root: Path) -> None:
     results, wrong = check_folder(root / "results", root)
     assert wrong == []
     assert sorted(result.recipe.id for result in results) == ["tiny/a", "tiny/b"]
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing stops where a file would be larger: in the middle of a line, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_disk_that_is_full_when_a_result_is_listed_leaves_the_others_valid(tmp_path: Path) -> None:
+    a, b = made("tiny/a"), made("tiny/b")
+    size = max(len(to_text(one.sealed())) for one in (a, b))
+    others = "".join(f"{number:064x}  here/other{number}.json\n" for number in range(size // 64 + 1))
+    (tmp_path / SUMS).write_text(others)
+    with files_of_at_most(len(others) + 30), pytest.raises(BenchError, match="this result is lost"):
+        write_result(tmp_path, a)
+    assert (tmp_path / SUMS).read_text() == others
+    assert [*tmp_path.glob("here/*")] == []
+    written = [write_result(tmp_path, one) for one in (b, a)]
+    assert [*listed(tmp_path)][-2:] == [path.relative_to(tmp_path).as_posix() for path in written]
 
 
 Edit = Callable[[dict[str, Any]], None]

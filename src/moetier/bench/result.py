@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -254,15 +255,25 @@ def _write(folder: Path, path: Path, data: bytes) -> None:
             Path(aside.name).chmod(0o644)
             os.link(aside.name, path)
         sync_folder(path.parent)
-        _list(folder, path, hashlib.sha256(data).hexdigest())
+        try:
+            _list(folder, path, hashlib.sha256(data).hexdigest())
+        except OSError:
+            path.unlink()  # what is not listed is no result, and would be in the way of the next
+            raise
 
 
 def _list(folder: Path, path: Path, checksum: str) -> None:
-    """Add a line to SHA256SUMS, in one write."""
-    with (folder / SUMS).open("a") as sums:
-        sums.write(f"{checksum}  {path.relative_to(folder).as_posix()}\n")
-        sums.flush()
-        os.fsync(sums.fileno())
+    """Add a line to SHA256SUMS: all of it or, with OSError, nothing."""
+    line = f"{checksum}  {path.relative_to(folder).as_posix()}\n".encode()
+    with (folder / SUMS).open("ab", buffering=0) as sums:
+        before = sums.tell()
+        try:
+            if sums.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(sums.fileno())
+        except OSError:
+            sums.truncate(before)
+            raise
 
 
 def listed(folder: Path) -> dict[str, str]:
