@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from moetier.bench.compare import FEWEST_SAMPLES, Verdict, compare, lengths, quality, speed
+from moetier.bench.compare import FEWEST_SAMPLES, Verdict, compare, lengths, quality, same_answers, speed
 from moetier.bench.documents import Library
 from moetier.bench.probes import AnyProbe
 from moetier.bench.probes.base import Raw
+from moetier.bench.result import Result
 from moetier.bench.samples import Cell, figure
 from moetier.eval.compare import mcnemar
 from tests.bench.made import answers, made
@@ -116,6 +117,44 @@ def test_what_was_measured_otherwise_is_not_compared(changed: dict[str, int], to
     assert (found["coding.ttft"].text == told) == (told is not None)
     assert found["coding.ttft"].verdict is Verdict.UNPROVEN or told is None
     assert "not measured alike" not in found["decode.C1"].text
+
+
+def test_prompts_that_were_cut_to_a_servers_positions_are_another_workload() -> None:
+    a = made("tiny/a")
+    decode, prefill, coding = a.sections
+    cut = tuple(
+        trial.model_copy(update={"streams": tuple(s.model_copy(update={"prompt_tokens": 16}) for s in trial.streams)})
+        for trial in prefill.raw.trials
+    )
+    shorter = prefill.model_copy(update={"raw": prefill.raw.model_copy(update={"trials": cut})})
+    lines = compare(a, a.model_copy(update={"sections": (decode, shorter, coding)}), parts=("speed",)).lines
+    found = {line.about: line for line in lines}
+    assert found["ttft.32"].text == "not measured alike: 32: prompts of 32 and 16 tokens"
+    assert "not measured alike" not in found["decode.C1"].text
+
+
+@pytest.mark.parametrize(
+    ("finish", "most", "said"),
+    [
+        pytest.param("length", 16, "0 of 5", id="the same limit"),
+        pytest.param("length", 32, "no coding question", id="another limit"),
+        pytest.param("stop", 32, "0 of 5", id="another limit that none reached"),
+    ],
+)
+def test_answers_cut_at_different_lengths_say_nothing(finish: str, most: int, said: str) -> None:
+    def changed(result: Result, **answer: str) -> Result:
+        *others, coding = result.sections
+        trials = tuple(
+            trial.model_copy(update={"streams": tuple(s.model_copy(update=answer) for s in trial.streams)})
+            for trial in coding.raw.trials
+        )
+        raw = coding.raw.model_copy(update={"trials": trials})
+        return result.model_copy(update={"sections": (*others, coding.model_copy(update={"raw": raw}))})
+
+    a, b = changed(made("tiny/a"), finish="stop"), changed(made("tiny/b"), finish=finish, digest="other")
+    *others, coding = b.sections
+    coding = coding.model_copy(update={"probe": coding.probe.model_copy(update={"max_tokens": most})})
+    assert same_answers(a, b.model_copy(update={"sections": (*others, coding)})).startswith(said)
 
 
 def test_whole_results() -> None:

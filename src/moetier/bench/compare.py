@@ -7,15 +7,16 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from moetier.bench.probes.base import Probe
+from moetier.bench.probes.answers import Coding
 from moetier.bench.render import why_empty
-from moetier.bench.result import Result
-from moetier.bench.samples import Cell
+from moetier.bench.result import Result, Section
+from moetier.bench.samples import Cell, Stream
 from moetier.eval import compare as paired
 from moetier.eval.report import Report
 from moetier.eval.report import Result as Answer
@@ -36,6 +37,8 @@ NOT_SPEED = ("quality.", "soak.", "boot.", "tiers.", "mixed.failed", "coding.sam
 """Cells that are judged otherwise, or that a run has one sample of."""
 HOW_OFTEN = {"repeats", "levels", "lengths", "followers"}
 """Parameters of a probe that decide which cells there are and how many samples they have, not what a sample is."""
+ABOUT = 0.05
+"""Share by which prompts of the same probe may differ in length: a chat's template, a text cut at a token."""
 
 
 class Verdict(IntEnum):
@@ -155,7 +158,7 @@ def lengths(task: str, pairs: Sequence[tuple[Answer, Answer]]) -> Line:
 def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
     """Every cell of both where more or less is better, but those of quality."""
     of_a, of_b = a.cells, b.cells
-    probes = [{cell.name: section.probe for section in r.sections for cell in section.cells} for r in (a, b)]
+    sections = [{cell.name: section for section in r.sections for cell in section.cells} for r in (a, b)]
     for name, one in of_a.items():
         other = of_b.get(name)
         if other is None or one.better is None or name.startswith(NOT_SPEED):
@@ -164,16 +167,35 @@ def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
             continue
         sides = (("A", why_empty(one, a)), ("B", why_empty(other, b)))
         empty = "; ".join(f"{side} has none: {why}" for side, why in sides if why is not None)
-        why = empty or _measured_otherwise(*(of.get(name) for of in probes))
+        why = empty or _measured_otherwise(*(of.get(name) for of in sections))
         yield Line(name, Verdict.UNPROVEN, why) if why else speed(one, other, gate)
 
 
-def _measured_otherwise(a: Probe | None, b: Probe | None) -> str:
-    """In what a sample of A is not what one of B is, if in anything."""
-    of_a, of_b = (probe.model_dump() if probe is not None else {} for probe in (a, b))
+def _measured_otherwise(a: Section | None, b: Section | None) -> str:
+    """In what a sample of A is not what one of B is, if in anything: the probe's parameters, or its longest prompts,
+    which a server of fewer positions cuts.
+    """
+    if a is None or b is None:
+        return ""  # of the run, not of a probe
+    of_a, of_b = (section.probe.model_dump() for section in (a, b))
     differ = [name for name in of_a if name not in HOW_OFTEN and of_a[name] != of_b.get(name)]
-    told = ", ".join(f"{name} {of_a[name]} and {of_b.get(name)}" for name in differ)
-    return f"not measured alike: {told}" if told else ""
+    told = [f"{name} {of_a[name]} and {of_b.get(name)}" for name in differ]
+    longest = [_longest_prompts(section) for section in (a, b)]
+    for label in longest[0].keys() & longest[1].keys():
+        one, other = (of[label] for of in longest)
+        if abs(one - other) > ABOUT * max(one, other):
+            told.append(f"{label}: prompts of {one} and {other} tokens")
+    return f"not measured alike: {', '.join(sorted(told))}" if told else ""
+
+
+def _longest_prompts(section: Section) -> dict[str, int]:
+    """In tokens, by the trials' label; of those whose server counted them."""
+    found: dict[str, int] = {}
+    for trial in section.raw.trials:
+        tokens = [stream.prompt_tokens for stream in trial.streams if stream.prompt_tokens]
+        if tokens:
+            found[trial.label] = max(found.get(trial.label, 0), *tokens)
+    return found
 
 
 def speed(a: Cell, b: Cell, gate: float) -> Line:
@@ -183,8 +205,8 @@ def speed(a: Cell, b: Cell, gate: float) -> Line:
         return Line(a.name, Verdict.UNPROVEN, f"{missing} has none: {a.reason or b.reason}")
     if min(a.samples) <= 0 or min(b.samples) <= 0:
         return Line(a.name, Verdict.UNPROVEN, f"{a.value:g} and {b.value:g} {a.unit}: no ratio of zeros")
-    gain = b.value / a.value if a.better == "higher" else a.value / b.value
-    text = f"{a.value:g} and {b.value:g} {a.unit}, B is {gain:.3f} times as good"
+    gain = _gain(np.array(a.samples), np.array(b.samples), better=a.better)
+    text = f"{a.value:g} and {b.value:g} {a.unit}; of all samples' means, B is {gain:.3f} times as good"
     if min(len(a.samples), len(b.samples)) < FEWEST_SAMPLES:
         return Line(a.name, Verdict.UNPROVEN, f"{text}; fewer than {FEWEST_SAMPLES} samples give no interval")
     low, high = interval(a, b)
@@ -196,11 +218,7 @@ def speed(a: Cell, b: Cell, gate: float) -> Line:
 
 def interval(a: Cell, b: Cell) -> tuple[float, float]:
     """Bootstrap (percentile) interval of B's gain: the ratio of mean samples."""
-
-    def gain(x: Any, y: Any, axis: int = -1) -> Any:
-        ratio = np.mean(y, axis=axis) / np.mean(x, axis=axis)
-        return ratio if a.better == "higher" else 1 / ratio
-
+    gain = partial(_gain, better=a.better)
     if len(set(a.samples)) == len(set(b.samples)) == 1:
         fixed = float(gain(np.array(a.samples), np.array(b.samples)))
         return fixed, fixed
@@ -215,12 +233,32 @@ def interval(a: Cell, b: Cell) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
+def _gain(x: Any, y: Any, better: str | None, axis: int = -1) -> Any:
+    """How many times as good samples y are as x: the ratio of their means."""
+    ratio = np.mean(y, axis=axis) / np.mean(x, axis=axis)
+    return ratio if better == "higher" else 1 / ratio
+
+
 def same_answers(a: Result, b: Result) -> str:
-    """How many coding questions were answered alike, token for token as far as their text shows."""
-    digests = []
-    for result in (a, b):
-        trials = [t for s in result.sections if s.probe.probe == "coding" for t in s.raw.trials]
-        digests.append({trial.label: trial.streams[0].digest for trial in reversed(trials)})
-    both = digests[0].keys() & digests[1].keys()
-    alike = sum(digests[0][key] == digests[1][key] for key in both)
+    """How many coding questions were answered alike, token for token as far as their text shows.
+
+    Where one was cut at another length than the other could be, that is not known, and it is left out.
+    """
+    of_a, of_b = _coding(a), _coding(b)
+    both = [
+        (of_a[key][0].digest, of_b[key][0].digest)
+        for key in of_a.keys() & of_b.keys()
+        if of_a[key][1] == of_b[key][1] or not (of_a[key][0].truncated or of_b[key][0].truncated)
+    ]
+    alike = sum(one == other for one, other in both)
     return f"{alike} of {len(both)} coding questions were answered alike" if both else "no coding question in both"
+
+
+def _coding(result: Result) -> dict[str, tuple[Stream, int]]:
+    """Of each coding question its first answer, and the tokens that it could have."""
+    return {
+        trial.label: (trial.streams[0], section.probe.max_tokens)
+        for section in result.sections
+        if isinstance(section.probe, Coding)
+        for trial in reversed(section.raw.trials)
+    }
