@@ -27,6 +27,7 @@ from moetier.doctor.measure.others import Others
 from moetier.doctor.probe.cpu import probe_cpu
 from moetier.doctor.probe.disk import probe_disk
 from moetier.errors import SettingsError
+from moetier.machine import serving_threads
 from tests.doctor.machines import gpu, machine, write
 
 RECORD = 64 << 10
@@ -227,6 +228,8 @@ def test_measured_once_known_afterwards(tmp_path: Path) -> None:
     assert unsaved is None
     assert len(lines) == 4
     assert measured.rates is not None
+    threads = serving_threads(measured.cpu.allowed, beside_device=bool(measured.gpus))
+    assert {rate.threads for rate in measured.rates.kernel} == {threads}, "as many as will serve"
     again = examine(tmp_path)
     assert again.rates == measured.rates
     file = tmp_path / "machine.json"

@@ -64,6 +64,28 @@ def test_rows_touch_at_most_all_experts():
     assert work.missed(384, 100) == 0
 
 
+def test_a_host_that_is_slower_than_the_device_takes_longer_for_more_sequences():
+    case, costs = case_of()
+    slow = costs.scaled({"host": 1000})
+    one, many = (sum(decode_parts(case, slow, streams).values()) for streams in (1, 32))
+    assert one == pytest.approx(slow.host.value + slow.step.value + slow.sequence.value)
+    assert many - one == pytest.approx(31 * costs.sequence.value)
+    assert costs.sequence.value > 0
+
+
+def test_a_streamed_expert_is_computed_like_one_in_a_slot():
+    """Where a copy costs nothing, all that a missed expert costs is what the device computes."""
+    parts = []
+    for slots in (8, 384):
+        case, costs = case_of("1x192GB", "512GB", slots=slots, dram_records=384, context=4096)
+        free = costs.scaled({"link_rate": 1e6, "dram_rate": 1e6, "cpu_rate": 1e-6})
+        parts.append(decode_parts(case, free, 1))
+    few, every = parts
+    assert every["missed experts"] == pytest.approx(0)
+    assert few["missed experts"] > 0.3 * every["experts in slots"]
+    assert few["experts in slots"] + few["missed experts"] == pytest.approx(every["experts in slots"], rel=1e-3)
+
+
 @pytest.mark.parametrize("workload", NAMED)
 @pytest.mark.parametrize(
     ("less", "more"),

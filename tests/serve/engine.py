@@ -67,6 +67,7 @@ def _run(job: dict[str, Any], environment: dict[str, str], said: Path, result: P
     with said.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    os.environ.clear()  # of whoever started the process that this is a fork of
     os.environ.update(environment)
     result.write_text(json.dumps(_result(job)))
 
