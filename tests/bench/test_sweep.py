@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -215,4 +216,8 @@ def test_a_killed_sweep_leaves_no_server(tmp_path: Path) -> None:
 def _servers(pid: int) -> list[psutil.Process]:
     """What a sweep has started, once vLLM is among it."""
     family = psutil.Process(pid).children(recursive=True)
-    return family if any("vllm.entrypoints.openai.api_server" in process.cmdline() for process in family) else []
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if "vllm.entrypoints.openai.api_server" in process.cmdline():
+                return family
+    return []
