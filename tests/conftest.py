@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = ROOT / "tests" / "serve"
+
+
+def pytest_configure() -> None:
+    """A shell's background job has Ctrl-C ignored; tests that raise it, and the commands that they start, are none."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
