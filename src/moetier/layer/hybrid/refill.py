@@ -87,9 +87,10 @@ class Refiller:
         pairs += snapshot.streamed
         rows, columns = np.nonzero(pairs)
         self._total.add(self._indices[rows], columns, pairs[rows, columns], step.sequences)
-        used, missed = _by_row(pairs != 0), _by_row((pairs != 0) & (snapshot.mirrors == ABSENT))
-        sums, counts_of = pairs.sum(1).tolist(), counted.tolist()
         left, count = self._fills, len(self._layers)
+        absent = snapshot.mirrors[rows, columns] == ABSENT
+        used, missed = _by_row(rows, columns, count), _by_row(rows[absent], columns[absent], count)
+        sums, counts_of = pairs.sum(1).tolist(), counted.tolist()
         self._turn += 1  # another layer is first to get copies every time
         for row in ((self._turn + i) % count for i in range(count)):
             layer, experts = self._layers[row], used[row]
@@ -140,10 +141,9 @@ class Refiller:
         return len(swaps)
 
 
-def _by_row(chosen: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
-    """Of each row of bool [R, E], the chosen columns, int32, ascending."""
-    rows, columns = np.nonzero(chosen)
-    bounds = np.searchsorted(rows, np.arange(chosen.shape[0] + 1)).tolist()
+def _by_row(rows: NDArray[np.intp], columns: NDArray[np.intp], count: int) -> list[NDArray[np.int32]]:
+    """Of each of `count` rows, its columns, int32; rows [D] ascending, as np.nonzero gives both."""
+    bounds = np.searchsorted(rows, np.arange(count + 1)).tolist()
     experts: NDArray[np.int32] = columns.astype(np.int32)
     return [experts[begin:end] for begin, end in pairwise(bounds)]
 
