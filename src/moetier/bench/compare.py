@@ -158,7 +158,10 @@ def lengths(task: str, pairs: Sequence[tuple[Answer, Answer]]) -> Line:
 def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
     """Every cell of both where more or less is better, but those of quality."""
     of_a, of_b = a.cells, b.cells
-    sections = [{cell.name: section for section in r.sections for cell in section.cells} for r in (a, b)]
+    unlike, others = dict[str, str](), {section.probe.probe: section for section in b.sections}
+    for section in a.sections:
+        if (same := others.get(section.probe.probe)) is not None:
+            unlike |= dict.fromkeys((cell.name for cell in section.cells), _measured_otherwise(section, same))
     for name, one in of_a.items():
         other = of_b.get(name)
         if other is None or one.better is None or name.startswith(NOT_SPEED):
@@ -167,16 +170,14 @@ def speeds(a: Result, b: Result, gate: float) -> Iterator[Line]:
             continue
         sides = (("A", why_empty(one, a)), ("B", why_empty(other, b)))
         empty = "; ".join(f"{side} has none: {why}" for side, why in sides if why is not None)
-        why = empty or _measured_otherwise(*(of.get(name) for of in sections))
+        why = empty or unlike.get(name)
         yield Line(name, Verdict.UNPROVEN, why) if why else speed(one, other, gate)
 
 
-def _measured_otherwise(a: Section | None, b: Section | None) -> str:
+def _measured_otherwise(a: Section, b: Section) -> str:
     """In what a sample of A is not what one of B is, if in anything: the probe's parameters, or its longest prompts,
     which a server of fewer positions cuts.
     """
-    if a is None or b is None:
-        return ""  # of the run, not of a probe
     of_a, of_b = (section.probe.model_dump() for section in (a, b))
     differ = [name for name in of_a if name not in HOW_OFTEN and of_a[name] != of_b.get(name)]
     told = [f"{name} {of_a[name]} and {of_b.get(name)}" for name in differ]
@@ -245,13 +246,14 @@ def same_answers(a: Result, b: Result) -> str:
     Where one was cut at another length than the other could be, that is not known, and it is left out.
     """
     of_a, of_b = _coding(a), _coding(b)
-    both = [
-        (of_a[key][0].digest, of_b[key][0].digest)
-        for key in of_a.keys() & of_b.keys()
-        if of_a[key][1] == of_b[key][1] or not (of_a[key][0].truncated or of_b[key][0].truncated)
-    ]
-    alike = sum(one == other for one, other in both)
-    return f"{alike} of {len(both)} coding questions were answered alike" if both else "no coding question in both"
+    alike = []
+    for question in of_a.keys() & of_b.keys():
+        (one, most_of_a), (other, most_of_b) = of_a[question], of_b[question]
+        if most_of_a == most_of_b or not (one.truncated or other.truncated):
+            alike.append(one.digest == other.digest)
+    return (
+        f"{sum(alike)} of {len(alike)} coding questions were answered alike" if alike else "no coding question in both"
+    )
 
 
 def _coding(result: Result) -> dict[str, tuple[Stream, int]]:
