@@ -49,7 +49,7 @@ class Cpu(Fact):
     quota: Speed | None = None
     """CPUs' worth of time that the cgroup grants; None: all of `allowed`."""
     threads: Positive
-    """Threads that moetier runs unless told otherwise."""
+    """One for each CPU, fewer where the quota pays for less; `machine.serving_threads` says how many serve."""
     kinds: tuple[CoreKind, ...] = ()
     l3_groups: tuple[tuple[Count, ...], ...] = ()
     """Allowed CPUs that share a last-level cache."""

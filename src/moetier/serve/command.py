@@ -16,8 +16,6 @@ from moetier.settings import Settings
 from moetier.vllm_arguments import SIZES, has, number_of, value_of
 
 GIB = 2**30
-
-
 CPU_WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
 GPU_WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
 CPU_EXECUTOR = "moetier.serve.vllm.executor.RestingExecutor"
