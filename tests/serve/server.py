@@ -157,7 +157,7 @@ class Server:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self._process.pid).children(recursive=True):
                 self._seen[child.pid] = child
-        return [process for process in self._seen.values() if _runs(process)]
+        return [process for process in self._seen.values() if runs(process)]
 
     def engine(self) -> psutil.Process:
         """The process of vLLM that runs the model."""
@@ -211,7 +211,8 @@ class Server:
         self._process.wait()
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended and waits for its parent's look does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

@@ -11,6 +11,8 @@ import time
 import psutil
 import pytest
 
+from tests.serve.server import runs
+
 DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 LAUNCHER = """
 import os, signal, subprocess, sys
@@ -33,13 +35,6 @@ def server_of_launcher(end: str, patience: str) -> psutil.Process:
         server = psutil.Process(int(launcher.stdout.readline()))
         launcher.wait(60)
     return server
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def kill(process: psutil.Process) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -21,11 +22,15 @@ from moetier.serve.command import ServeRequest, arguments, environment, url_from
 from moetier.serve.failure import read_failure
 from moetier.serve.guard import guarded
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.2
 KILL_GRACE_SECONDS = 15
 """After the drain time, how long the server may take to end before it is killed."""
 ABANDON_SECONDS = 5
 """How long a server that does not answer yet may take to end."""
+GONE_SECONDS = 60
+"""How long the kernel may take over processes that were killed: it first unpins and frees what they hold."""
 
 
 class ServerFailedError(MoetierError):
@@ -102,7 +107,7 @@ def run(
             if ready and (failure := _failure(request)):
                 raise failure
             return ready
-    _kill_group(process)
+    _end_group(process)
     failure = _failure(request)
     if failure and not ready:
         failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
@@ -156,8 +161,7 @@ def _abandon(process: subprocess.Popen[bytes], request: ServeRequest, stop: list
     deadline = time.monotonic() + ABANDON_SECONDS
     while process.poll() is None and time.monotonic() < deadline and len(stop) < 2:
         time.sleep(POLL_SECONDS)
-    _kill_group(process)
-    process.wait()
+    _end_group(process)
 
 
 def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> None:
@@ -167,18 +171,39 @@ def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[i
     while process.poll() is None and time.monotonic() < deadline and len(stop) < 2:
         time.sleep(POLL_SECONDS)
     clean = process.poll() is not None
-    _kill_group(process)
-    process.wait()
+    _end_group(process)
     if not clean:
         raise ServerFailedError("the server did not end in time and was killed; heat of the last minute may be lost")
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End whatever the server left running: its session is its own."""
-    try:
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill whatever the server left running (its session is its own), and wait until that is gone and its memory,
+    devices and port are free for the next.
+    """
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    deadline = time.monotonic() + GONE_SECONDS
+    while left := _running(process.pid):
+        if time.monotonic() > deadline:
+            logger.warning("moetier: killed, but not gone after %d s: processes %s", GONE_SECONDS, left)
+            return
+        process.poll()
+        time.sleep(POLL_SECONDS / 10)
+    process.wait()
+
+
+def _running(group: int) -> list[int]:
+    """The processes of a group. One that has ended and only waits for its parent's look is none, but while any of its
+    threads runs, what it holds is not free.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it is gone since
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            state, its_group, threads = fields[0], int(fields[2]), int(fields[17])
+            if its_group == group and (state not in "ZX" or threads > 1):
+                found.append(int(path.parent.name))
+    return found
 
 
 @contextmanager
