@@ -157,6 +157,7 @@ def main() -> None:
     print(f"\n{READY}", flush=True)
     if sys.stdin.readline():
         result["runs"] = [run(llm, one) for one in job["runs"]]
+        check()
         # faults.py may have had nothing written any more; torch aborts where it cannot write its own files at the end.
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         print(f"\n{RESULT}{json.dumps(result)}", flush=True)
@@ -209,8 +210,17 @@ def memory_mib() -> dict[str, int]:
     return {"rss": psutil.Process().memory_info().rss >> 20, "device": device >> 20}
 
 
+def check() -> None:
+    """Compare the tables of the device and the bytes of every slot and record with the store: seconds a gigabyte."""
+    if "moetier.serve.vllm.runtime" in sys.modules:
+        from moetier.serve.vllm import runtime
+
+        for hybrid in runtime._hybrids.values():
+            hybrid.check_integrity()
+
+
 def counts() -> dict[str, Any]:
-    """What the tiers did so far, after a look at tables and bytes; {} where moetier does not serve."""
+    """What the tiers did so far; {} where moetier does not serve."""
     if "moetier.serve.vllm.runtime" not in sys.modules:
         return {}
     from moetier.serve.vllm import runtime
@@ -220,7 +230,6 @@ def counts() -> dict[str, Any]:
         found |= vars(model.counters) | {"disk": model.reader.counters.reads, "records": model.records}
         found["healed"] = model.healer.healed if model.healer else 0
     for hybrid in runtime._hybrids.values():
-        hybrid.check_integrity()
         found |= {f"device_{name}": value for name, value in hybrid.counts().items()}
         found["costs"] = vars(hybrid.costs)
     return found

@@ -28,8 +28,8 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
     qwen3.write(model, arguments.layers, quantization)
     written = time.monotonic()
     build_store(model, store)
+    made = {"layers": arguments.layers, "write_s": written - start, "build_s": time.monotonic() - written}
     threads = arguments.threads or cpus.served()
-    made = {"write_s": written - start, "build_s": time.monotonic() - written}
     show({"what": "made", **made, "threads": threads, "cpus": cpus.granted()})
     engines = {}
     for share in SHARES:
@@ -46,8 +46,9 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
             **tiered(settings, arguments.graphs),
         )
     try:
-        for started in engines.values():
+        for share, started in engines.items():
             started.wait()
+            print(f"{share:.0%} in slots: started", flush=True)
         for share, started in engines.items():
             started.go()
             show({"what": f"{share:.0%} in slots"} | row(started.result()))

@@ -195,7 +195,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=(*parts, "speed"))
     parser.add_argument("model")
-    parser.add_argument("--graphs", default="none", help=f"{', '.join(GRAPHS)}; several for identity and batches")
+    parser.add_argument(
+        "--graphs",
+        help=f"{', '.join(GRAPHS)}; several for identity and batches; if not given: decode for speed, else none",
+    )
     parser.add_argument("--at-once", type=int, default=1, help="engines beside each other")
     parser.add_argument("--threads", type=cpus.threads, help="CPU threads that compute, of each engine")
     parser.add_argument("--prompts", type=int, default=200)
@@ -205,6 +208,7 @@ def main() -> int:
     parser.add_argument("--folder", help="where stores and models are made")
     parser.add_argument("--cpu", action="store_true", help="without a GPU: the same shares of the experts, in DRAM")
     arguments = parser.parse_args()
+    arguments.graphs = arguments.graphs or ("decode" if arguments.part == "speed" else "none")
     rows: list[dict[str, Any]] = []
 
     def show(row: dict[str, Any]) -> None:
