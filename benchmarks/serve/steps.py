@@ -11,12 +11,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Step:
-    """seconds: from its begin, or from the end of the one before where that is later. tokens: by request."""
+    """begin: when it was scheduled. end: when its tokens left the engine. tokens: by request.
+
+    Where vLLM schedules ahead, a step begins before the one before has ended, and the tokens of that one leave only
+    when this one has been launched.
+    """
 
     begin: float
     end: float
-    seconds: float
     tokens: dict[str, int]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
 
     def of(self, name: str) -> int:
         """Tokens of the request whose id has `name` in it."""
@@ -28,11 +35,7 @@ def read(log: Path, offset: int) -> list[Step]:
     with log.open("rb") as file:
         file.seek(offset)
         lines = [json.loads(line) for line in file.read().decode().splitlines()]
-    found: list[Step] = []
-    for line in lines:
-        begin = max(line["begin"], found[-1].end) if found else line["begin"]
-        found.append(Step(line["begin"], line["end"], line["end"] - begin, line["tokens"]))
-    return found
+    return [Step(line["begin"], line["end"], line["tokens"]) for line in lines]
 
 
 def entering(steps: Sequence[Step], prompt: str) -> list[Step]:
@@ -42,11 +45,14 @@ def entering(steps: Sequence[Step], prompt: str) -> list[Step]:
 
 
 def gaps(steps: Sequence[Step], within: Sequence[Step], streams: str) -> list[float]:
-    """Seconds between tokens of each running stream as they leave the engine, where the later one is of `within`."""
-    wanted, found, last = {step.end for step in within}, [], {}
+    """Seconds between tokens of each running stream as they leave the engine, of all gaps that some time between the
+    begin of `within` and its end is in: not only those that a step of `within` ends.
+    """
+    found: list[float] = []
+    last: dict[str, float] = {}
     for step in steps:
         for request in (name for name in step.tokens if streams in name):
-            if step.end in wanted and request in last:
+            if within and request in last and step.end > within[0].begin and last[request] < within[-1].end:
                 found.append(step.end - last[request])
             last[request] = step.end
     return found
