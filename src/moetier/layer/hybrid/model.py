@@ -102,6 +102,7 @@ class HybridModel:
         self._registered = Registered()
         self._registered.add(*tiers.staging.arena.extent)
         experts, layers = part.geometry.experts, len(tiers.store.manifest.layers)
+        self._may_miss = plan.per_layer < experts
         self._heat = torch.zeros((plan.layers, experts), dtype=torch.int32, device=device)
         self._counts = torch.zeros((plan.layers, len(COUNTS)), dtype=torch.int64, device=device)
         self._records = pinned(layers, experts, dtype=torch.int64)
@@ -186,11 +187,13 @@ class HybridModel:
         """A step of `tokens` real tokens is about to be launched on the current stream."""
         if self._refiller is None:
             self._refiller = self._make_refiller()
-        self._mailbox.wake()
+        many = step.prefill and tokens > self.path.tokens
+        if self._may_miss and not many:
+            self._mailbox.wake()  # else the device asks the CPU for nothing, and its threads may rest
         self.path.live.fill_(tokens)
         if self._shared.streamer is not None:
             self._shared.streamer.forget()  # captured graphs use the staging slots and tell nobody
-        if step.prefill and tokens > self.path.tokens and self.layers[0].all_in_memory:
+        if many and self.layers[0].all_in_memory:
             self.layers[0].stream_ahead(tokens)
 
     def after_step(self, step: Step = UNKNOWN) -> None:
