@@ -17,7 +17,7 @@ from engine import Engine, tiered
 
 from moetier.store.build import build_store
 
-PREFILL_TOKENS, STEPS, ROUNDS, STREAMS = 8192, 64, 5, (1, 4, 8)
+PREFILL_TOKENS, STEPS, ROUNDS, STREAMS = (8192, 4096), 64, 5, (1, 4, 8)
 SHARES = (1.0, 0.43, 0.25)
 
 
@@ -39,9 +39,9 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
             runs(),
             model=str(model),
             kv_cache_memory_bytes=4 << 30,
-            max_model_len=PREFILL_TOKENS + 256,
+            max_model_len=max(PREFILL_TOKENS) + 256,
             max_num_seqs=32,
-            max_num_batched_tokens=PREFILL_TOKENS,
+            max_num_batched_tokens=max(PREFILL_TOKENS),
             gpu_memory_utilization=0.05,
             **tiered(settings, arguments.graphs),
         )
@@ -59,13 +59,15 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
 
 
 def runs() -> list[dict[str, Any]]:
-    """One prefill and ROUNDS more; then for every number of streams, pairs of runs that differ by STEPS steps."""
+    """Of every length one prefill and ROUNDS more; then for every number of streams, pairs of runs that differ by STEPS
+    steps.
+    """
     rng = random.Random(0)
 
     def prompts(count: int, tokens: int) -> list[list[int]]:
         return [[rng.randrange(qwen3.VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
-    made = [{"prompts": prompts(1, PREFILL_TOKENS), "max_tokens": 1} for _ in range(1 + ROUNDS)]
+    made = [{"prompts": prompts(1, tokens), "max_tokens": 1} for tokens in PREFILL_TOKENS for _ in range(1 + ROUNDS)]
     for streams in STREAMS:
         made += [{"prompts": prompts(streams, 32), "max_tokens": n} for _ in range(ROUNDS) for n in (1, 1 + STEPS)]
     return made
@@ -73,19 +75,9 @@ def runs() -> list[dict[str, Any]]:
 
 def row(found: dict[str, Any]) -> dict[str, Any]:
     """Tokens a second, and the bytes a second that prefill streamed, against the link as the server measured it."""
-    done, first = found["runs"], ROUNDS + 1
-    prefill = [run["seconds"] for run in done[1:first]]
-    before, after = done[0]["counts"], done[ROUNDS]["counts"]
-    streamed = (after.get("streamed_bytes", 0) - before.get("streamed_bytes", 0)) / sum(prefill)
-    made: dict[str, Any] = {
-        "prefill_tok_s": PREFILL_TOKENS / statistics.median(prefill),
-        "streamed_GB_s": streamed / 1e9,
-    }
-    made["prefill_ms"] = " ".join(f"{1e3 * one:.0f}" for one in prefill)
-    if streamed:
-        record = (qwen3.HIDDEN * qwen3.INTERMEDIATE * 3 // 2) * 17 // 16
-        link = record / after["costs"]["stream_expert"] * 1e9
-        made |= {"link_GB_s": link / 1e9, "share_of_link": streamed / link}
+    done, first, made = found["runs"], (1 + ROUNDS) * len(PREFILL_TOKENS), dict[str, Any]()
+    for i, tokens in enumerate(PREFILL_TOKENS):
+        made |= of_prefill(tokens, done[(1 + ROUNDS) * i : (1 + ROUNDS) * (i + 1)])
     made["misses"], made["counted"] = "", {}
     for i, streams in enumerate(STREAMS):
         these = done[first + 2 * ROUNDS * i : first + 2 * ROUNDS * (i + 1)]
@@ -94,7 +86,22 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
         made[f"decode_{streams}_tok_s"] = streams / statistics.median(pairs)
         made["counted"][streams] = counted = a_call(these)
         made["misses"] += f"{counted.get('misses', 0):.2f} "
-    return made | {"start_s": found["start_s"], "costs": after.get("costs"), "log": found["log"]}
+    return made | {"start_s": found["start_s"], "costs": done[-1]["counts"].get("costs"), "log": found["log"]}
+
+
+def of_prefill(tokens: int, done: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of prompts of so many tokens, each in one step; the first run is left out."""
+    took = [run["seconds"] for run in done[1:]]
+    first, last = done[0]["counts"], done[-1]["counts"]
+    streamed = (last.get("streamed_bytes", 0) - first.get("streamed_bytes", 0)) / sum(took)
+    made: dict[str, Any] = {"tok_s": tokens / statistics.median(took), "streamed_GB_s": streamed / 1e9}
+    made["ms"] = " ".join(f"{1e3 * one:.0f}" for one in took)
+    if streamed:
+        record = (qwen3.HIDDEN * qwen3.INTERMEDIATE * 3 // 2) * 17 // 16
+        link = record / last["costs"]["stream_expert"] * 1e9
+        made |= {"link_GB_s": link / 1e9, "share_of_link": streamed / link}
+    name = "prefill" if tokens == max(PREFILL_TOKENS) else f"prefill_{tokens}"
+    return {f"{name}_{key}": value for key, value in made.items()}
 
 
 def a_call(runs: list[dict[str, Any]]) -> dict[str, float]:
