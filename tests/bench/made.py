@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,8 @@ from moetier.bench.probes.base import Target
 from moetier.bench.provenance import Code, ModelFiles, machine_here, software
 from moetier.bench.result import Load, Result, Section, Served, cells_of, hashes_of, tier_cells
 from moetier.eval.report import Result as Answer
-from tests.bench.scripted import Script, scripted
+from tests.bench.scripted import Script
+from tests.bench.simulated import simulated
 
 IDENTITY = "0" * 64
 PROBES = (
@@ -48,17 +48,16 @@ SUITE = Suite(id="small", summary="for tests", probes=PROBES)
 def sections(gap: float) -> tuple[Section, ...]:
     """Measured once a session."""
 
-    async def run() -> list[Section]:
+    async def run(url: str) -> list[Section]:
         found = []
-        with scripted(Script(first=0.02, gap=gap, stop_after=None)) as url:
-            async with connect(url, None, None) as endpoint:
-                target = Target(endpoint, Prompts(endpoint), Meter(psutil.Process()), url)
-                for probe in SUITE.probes:
-                    raw = await probe.measure(target)
-                    found.append(Section(probe=probe, raw=raw, cells=cells_of(probe, raw, None), seconds=1.0))
+        async with connect(url, None, None) as endpoint:
+            target = Target(endpoint, Prompts(endpoint), Meter(psutil.Process()), url)
+            for probe in SUITE.probes:
+                raw = await probe.measure(target)
+                found.append(Section(probe=probe, raw=raw, cells=cells_of(probe, raw, None), seconds=1.0))
         return found
 
-    return tuple(asyncio.run(run()))
+    return tuple(simulated(Script(first=0.02, gap=gap), run))
 
 
 def made(name: str = "tiny/a", gap: float = 0.005, commit: str = "1" * 40) -> Result:

@@ -1,25 +1,22 @@
-"""A server whose timing is known: OpenAI's streams, sent at scripted moments by a process of its own.
+"""A server whose timing is known: OpenAI's streams, sent at scripted moments.
 
 Every request follows one `Script`. The moments are absolute, from the request's arrival, so that a late one does not
-move those after it: rates stay what the script says however busy the machine is.
+move those after it. On a busy machine they are late all the same: what is to be exact runs in simulated.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import json
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 POSITIONS = 1 << 16
-Test = TypeVar("Test", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -189,25 +186,14 @@ def _answer(writer: asyncio.StreamWriter, text: str, status: int = 200) -> bool:
     return True
 
 
+async def answering(listening: socket.socket, script: Script) -> None:
+    """Answer on this socket for ever."""
+    server = await asyncio.start_server(_Server(script).connected, sock=listening)
+    await server.serve_forever()
+
+
 def _run(listening: socket.socket, script: Script) -> None:
-    async def serve() -> None:
-        server = await asyncio.start_server(_Server(script).connected, sock=listening)
-        await server.serve_forever()
-
-    asyncio.run(serve())
-
-
-def in_one_of_three(test: Test) -> Test:
-    """Run a test of timing again, twice at most: a wrong client is wrong every time, a busy machine is not."""
-
-    @functools.wraps(test)
-    def again(*arguments: Any, **named: Any) -> None:
-        for _ in range(2):
-            with contextlib.suppress(AssertionError):
-                return test(*arguments, **named)
-        return test(*arguments, **named)
-
-    return again  # type: ignore[return-value]
+    asyncio.run(answering(listening, script))
 
 
 @contextmanager

@@ -18,44 +18,42 @@ from moetier.bench.meter import Meter
 from moetier.bench.probes import Coding, Decode, Mixed, Prefill, Prefix
 from moetier.bench.probes.base import Probe, Raw, Target, Timed, trial
 from moetier.bench.samples import Cell, Stream
-from tests.bench.scripted import POSITIONS, Script, in_one_of_three, scripted
+from tests.bench.scripted import POSITIONS, Script, scripted
+from tests.bench.simulated import simulated
 
 
 def probed(script: Script, probe: Probe) -> tuple[Raw, dict[str, Cell]]:
     """What a probe measured against a scripted server, and its cells."""
 
-    async def run() -> Raw:
-        with scripted(script) as url:
-            async with connect(url, None, None) as endpoint:
-                return await probe.measure(Target(endpoint, Prompts(endpoint), Meter(psutil.Process()), url))
+    async def run(url: str) -> Raw:
+        async with connect(url, None, None) as endpoint:
+            return await probe.measure(Target(endpoint, Prompts(endpoint), Meter(psutil.Process()), url))
 
-    raw = asyncio.run(run())
+    raw = simulated(script, run)
     return raw, {cell.name: cell for cell in probe.cells(raw)}
 
 
 def asked(script: Script, due: Sequence[float] = (0.0,), max_tokens: int = 1000) -> tuple[Stream, ...]:
     """Streams of chat requests that are sent when they are due."""
 
-    async def run() -> tuple[Stream, ...]:
-        with scripted(script) as url:
-            async with connect(url, None, None) as endpoint:
-                target = Target(endpoint, Prompts(endpoint), Meter(None), url)
-                requests = [Timed(at, endpoint.chat("hello", max_tokens)) for at in due]
-                return (await trial(target, "x", requests)).streams
+    async def run(url: str) -> tuple[Stream, ...]:
+        async with connect(url, None, None) as endpoint:
+            target = Target(endpoint, Prompts(endpoint), Meter(None), url)
+            requests = [Timed(at, endpoint.chat("hello", max_tokens)) for at in due]
+            return (await trial(target, "x", requests)).streams
 
-    return asyncio.run(run())
+    return simulated(script, run)
 
 
 def near(value: float) -> object:
-    """Within 2 %."""
-    return pytest.approx(value, rel=0.02)
+    """But for rounding to microseconds."""
+    return pytest.approx(value, rel=1e-4)
 
 
 QUICK = Decode(levels=(1,), repeats=1, seconds=1, warmup_seconds=0.2)
 
 
 @pytest.mark.parametrize("running_usage", [True, False])
-@in_one_of_three
 def test_1_reasoning_tokens_ignored_in_ttft(running_usage: bool) -> None:
     (stream,) = asked(Script(first=0.5, gap=0.1, reasoning=10, stop_after=15, running_usage=running_usage))
     first_content = stream.arrivals[10] - stream.due
@@ -63,13 +61,11 @@ def test_1_reasoning_tokens_ignored_in_ttft(running_usage: bool) -> None:
     assert stream.ttft == near(0.5)
 
 
-@in_one_of_three
 def test_2_an_empty_chunk_with_the_role_taken_for_the_first_token() -> None:
     (stream,) = asked(Script(first=0.5, gap=0.1, role_at=0.01, stop_after=5))
     assert stream.ttft == near(0.5)  # and not 0.01
 
 
-@in_one_of_three
 def test_3_chunks_counted_as_tokens() -> None:
     raw, cells = probed(Script(gap=0.05, per_chunk=3), QUICK)
     (stream,) = raw.trials[0].streams
@@ -78,7 +74,6 @@ def test_3_chunks_counted_as_tokens() -> None:
     assert cells["decode.C1"].value == near(60)
 
 
-@in_one_of_three
 def test_4_throughput_as_one_over_the_median_gap() -> None:
     # Every other token comes at once after the one before it, as with a drafter.
     stream = Stream(due=0, sent=0, end=9, status=200, cut=True, gaps_us=(1000, *(1000, 99000) * 40), tokens=(1,) * 81)
@@ -87,7 +82,6 @@ def test_4_throughput_as_one_over_the_median_gap() -> None:
     assert QUICK.cells(trials)[0].value == near(20)
 
 
-@in_one_of_three
 def test_5_coordinated_omission() -> None:
     streams = asked(Script(first=0.3, gap=0.01, stop_after=10, serial=True), due=[0.1 * n for n in range(8)])
     waits = [stream.ttft for stream in streams]
@@ -96,13 +90,11 @@ def test_5_coordinated_omission() -> None:
     assert waits == sorted(waits)
 
 
-@in_one_of_three
 def test_5b_a_client_that_falls_behind_still_counts_from_when_it_was_due() -> None:
     stream = Stream(due=1.0, sent=3.0, end=4, status=200, finish="stop", completion_tokens=1, gaps_us=(500_000,))
     assert stream.ttft == near(2.5)
 
 
-@in_one_of_three
 def test_6_http_errors_taken_for_fast_answers() -> None:
     raw, cells = probed(Script(gap=0.01, stop_after=20, fail_every=4), Mixed(requests=8, per_second=50, max_tokens=40))
     assert sum(stream.status == 500 for stream in raw.trials[0].streams) == 2
@@ -111,7 +103,6 @@ def test_6_http_errors_taken_for_fast_answers() -> None:
     assert cells["mixed.failed"].value == 2
 
 
-@in_one_of_three
 def test_7_an_error_within_a_stream_of_status_200() -> None:
     _, cells = probed(Script(gap=0.02, error_after=10), QUICK)
     assert cells["decode.C1"].value is None
@@ -127,14 +118,12 @@ def test_7_an_error_within_a_stream_of_status_200() -> None:
     ],
     ids=["connection broken", "ended without a word", "done without a reason"],
 )
-@in_one_of_three
 def test_8_a_stream_that_broke_off_taken_for_complete(script: Script) -> None:
     (stream,) = asked(script)
     assert stream.completion_tokens in (9, 10)  # it looks like a short answer
     assert stream.fault() is not None
 
 
-@in_one_of_three
 def test_9_truncated_answers_taken_for_finished_ones() -> None:
     _, cells = probed(Script(gap=0.005), Coding(max_tokens=16, repeats=1))
     assert cells["coding.truncated"].value == 5
@@ -143,7 +132,6 @@ def test_9_truncated_answers_taken_for_finished_ones() -> None:
 
 
 @pytest.mark.parametrize(("stop_after", "figures"), [(30, True), (None, False)], ids=["they end", "they do not"])
-@in_one_of_three
 def test_9b_answers_without_an_end_of_their_own_taken_for_natural_ones(stop_after: int | None, figures: bool) -> None:
     probe = Mixed(ask="question", requests=6, per_second=50, longest=512, max_tokens=40)
     _, cells = probed(Script(first=0.02, gap=0.005, stop_after=stop_after), probe)
@@ -153,7 +141,6 @@ def test_9b_answers_without_an_end_of_their_own_taken_for_natural_ones(stop_afte
     assert (cells["mixed.truncated"].value, cells["mixed.failed"].value) == (0 if figures else 6, 0)
 
 
-@in_one_of_three
 def test_10_a_warm_prefix_cache_counted_as_prefill() -> None:
     raw, cells = probed(Script(first=0.1, cached=90), Prefill(lengths=(100,), repeats=1))
     assert 100 / raw.trials[0].streams[0].ttft == near(1000)  # ten tokens were computed, not a hundred
@@ -161,19 +148,16 @@ def test_10_a_warm_prefix_cache_counted_as_prefill() -> None:
     assert "not cold: the server took 90 tokens from its prefix cache" in (cells["prefill.100"].reason or "")
 
 
-@in_one_of_three
 def test_10b_without_counters_nothing_is_proved_cold() -> None:
     _, cells = probed(Script(metrics=False), Prefill(lengths=(100,), repeats=1))
     assert "not proved cold" in (cells["ttft.100"].reason or "")
 
 
-@in_one_of_three
 def test_11_a_prompt_of_another_length_than_meant() -> None:
     _, cells = probed(Script(extra_prompt_tokens=7), Prefill(lengths=(100,), repeats=1))
     assert cells["ttft.100"].reason == "100 prompt tokens were meant, the server counted 107"
 
 
-@in_one_of_three
 def test_12_a_stall_hidden_behind_the_last_token() -> None:
     # 20 tokens in the first second, then nothing: the rate up to the last token would stay 20.
     stream = Stream(due=0, sent=0, end=5, status=200, cut=True, gaps_us=(0, *(50_000,) * 20), tokens=(1,) * 21)
@@ -184,7 +168,6 @@ def test_12_a_stall_hidden_behind_the_last_token() -> None:
     assert cells["decode.C1.gap_p99"].value == near(3000)
 
 
-@in_one_of_three
 def test_13_ramp_and_end_inside_the_window() -> None:
     _, cells = probed(Script(first=0.1, gap=0.05, stop_after=10), QUICK)
     assert "ended before the window" in (cells["decode.C1"].reason or "")
@@ -196,7 +179,6 @@ def test_13_ramp_and_end_inside_the_window() -> None:
     assert cells["decode.C4"].value == near(80)
 
 
-@in_one_of_three
 def test_14_no_usage_no_figure() -> None:
     _, cells = probed(Script(gap=0.05, per_chunk=3, running_usage=False), QUICK)
     assert "no running usage" in (cells["decode.C1"].reason or "")
@@ -204,7 +186,6 @@ def test_14_no_usage_no_figure() -> None:
     assert stream.fault() == "the server gives no usage"
 
 
-@in_one_of_three
 def test_15_another_server_than_meant() -> None:
     async def run(url: str) -> None:
         async with connect(url, None, "nano-mxfp4"):
@@ -214,13 +195,11 @@ def test_15_another_server_than_meant() -> None:
         asyncio.run(run(url))
 
 
-@in_one_of_three
 def test_16_a_prompt_longer_than_the_model_is_no_failure_of_the_model() -> None:
     _, cells = probed(Script(), Prefill(lengths=(POSITIONS,), repeats=1))
     assert cells[f"ttft.{POSITIONS}"].reason == f"needs {POSITIONS + 1} positions, the server has {POSITIONS}"
 
 
-@in_one_of_three
 def test_17_a_shared_prefix_that_the_cache_did_not_know() -> None:
     _, cells = probed(Script(first=0.05), Prefix(prefix=100, followers=1))
     assert cells["prefix.cold_ttft"].value is not None
