@@ -140,7 +140,7 @@ def masks():
     return sorted(tuple(os.sched_getaffinity(task)) for task in tasks if task != os.getpid())
 
 pool = ThreadPool(4, (first, second))
-for _ in range(1000):  # each worker asks for its CPUs when it first runs
+for _ in range(30_000):  # each worker asks for its CPUs when it first runs
     if masks() == [(first,), (second,), (second,)]:
         break
     time.sleep(0.01)

@@ -16,6 +16,8 @@ from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from tests.kernels.support import Layer, make_inputs, make_layer
 
 GEOMETRY, TOKENS, LAYERS = LayerGeometry(64, 32, 8, 3), 16, 2
+PATIENCE_MS = 300_000
+"""A limit of what hangs, not of what is slow."""
 POSTED, LAYER, COUNT, STREAMED, ANSWERED, REFUSED = 0, 1, 2, 3, 16, 17
 
 
@@ -47,7 +49,7 @@ class Device:
 
     def wait(self, number: int, word: int = ANSWERED) -> None:
         """Until the request is answered; a hang fails."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while self.mail.box[word] != number:
             assert time.monotonic() < end, f"request {number} was not answered"
 
@@ -82,11 +84,11 @@ def test_requests_are_answered_with_the_kernels_rows(kernel) -> None:
             rows = device.mail.rows.copy()
             assert np.array_equal(rows[:tokens], expected(pool, device, tables[i % LAYERS], tokens))
             assert (rows[tokens:] == -1).all(), "rows beyond the request were written"
-        calls, nanoseconds, helps = box.counts()
-        assert (calls, helps) == (100, 0)
-        assert nanoseconds > 0
     finally:
         box.close()
+    calls, nanoseconds, helps = box.counts()  # a request is counted after it was answered
+    assert (calls, helps) == (100, 0)
+    assert nanoseconds > 0
 
 
 def test_request_numbers_go_round_without_naming_none(kernel) -> None:
@@ -113,7 +115,7 @@ def test_a_record_that_is_not_in_dram_is_the_helpers(kernel) -> None:
     seen = []
 
     def help_one() -> None:
-        while (request := box.await_help(5000)) is not None:
+        while (request := box.await_help(PATIENCE_MS)) is not None:
             seen.append(request.number)
             experts.rows(request.x, request.ids, request.weights, full, request.rows)
             box.answer(request)
@@ -142,7 +144,7 @@ def test_a_refusal_reaches_the_device_and_nothing_is_answered(kernel) -> None:
     box = Mailbox(experts, pool, device.mail, tables)
     try:
         number = device.post(1, 4)
-        request = box.await_help(5000)
+        request = box.await_help(PATIENCE_MS)
         assert request is not None
         assert (request.number, request.layer, request.x.shape[0]) == (number, 1, 4)
         box.refuse(request)
@@ -162,5 +164,5 @@ def test_it_closes_while_asleep_and_while_help_is_awaited(kernel) -> None:
     box = Mailbox(experts, pool, device.mail, tables)
     device.mail.ids[:] = 0
     device.post(0, 16)
-    assert box.await_help(5000) is not None
+    assert box.await_help(PATIENCE_MS) is not None
     box.close()

@@ -274,7 +274,7 @@ with Store.open(sys.argv[1]) as store:
 
 def test_reading_threads_that_cannot_be_had_are_an_error_at_start(store_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", STARTS, str(store_path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", STARTS, str(store_path)], capture_output=True, text=True, timeout=300, check=True
     )
     assert "expected to start 256 threads" in done.stdout
     assert "disk_threads" in done.stdout

@@ -246,12 +246,8 @@ def test_two_builds_of_the_same_store_do_not_mix(made, whole, tmp_path):
 
 
 def test_the_lock_of_a_killed_build_does_not_stay(made, tmp_path):
-    process = start_build(made.path, tmp_path / "s")
-    go(process)
-    while not (tmp_path / "s.partial" / "build.lock").exists():
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert killed_at("write_durably", 3, made.path, tmp_path / "s")
+    assert (tmp_path / "s.partial" / "build.lock").exists()
     build_store(made.path, tmp_path / "s")
     assert not verify_store(tmp_path / "s").bad
 
