@@ -8,18 +8,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
-from moetier.serve.launcher import _end_group
 from moetier.store.build import build_store
 from tests.serve.damage import flip_a_bit_of_every_record, zero_the_weights
-from tests.serve.server import Server, free_port, refused, runs, serving
+from tests.serve.server import Server, free_port, refused, serving
 from tests.serve.sparse import huge
 from tests.serve.streaming import LONG, Request
 from tests.store.checkpoints import base_config, common_tensors, write_checkpoint, write_shards
@@ -171,28 +167,6 @@ def test_signal_drains_saves_heat_exits_0(number: signal.Signals, nano: Path, st
     assert files(store) == before
 
 
-HOLDING = """
-import os, time
-if os.fork() == 0:
-    held = bytearray(1 << 30)  # which takes the kernel some time to free
-    print(os.getpid(), flush=True)
-    time.sleep(600)
-os.wait()
-"""
-
-
-@pytest.mark.parametrize("first", ["leader-alive", "leader-dead"])
-def test_what_was_killed_is_gone_when_the_launcher_goes_on(first: str) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDING], stdout=subprocess.PIPE, start_new_session=True) as server:
-        assert server.stdout is not None
-        child = psutil.Process(int(server.stdout.readline()))
-        if first == "leader-dead":
-            server.kill()
-            server.wait()
-        _end_group(server)
-        assert not runs(child)
-
-
 def test_signal_while_it_starts_ends_it(nano: Path, store: Path, tmp_path: Path) -> None:
     before = files(store)
     with Server(nano, store, tmp_path / "out") as server:
@@ -200,6 +174,14 @@ def test_signal_while_it_starts_ends_it(nano: Path, store: Path, tmp_path: Path)
         assert server.stop(signal.SIGINT) == 0
     assert "ended before it was ready" in server.stderr
     assert files(store) == before
+
+
+def test_port_that_was_taken_before_the_server_had_it(nano: Path, store: Path, tmp_path: Path) -> None:
+    with Server(nano, store, tmp_path / "out") as server, socket.socket() as other:
+        server.wait_for_processes(3)  # launcher, guard, and the server, which imports for seconds
+        other.bind(("127.0.0.1", server.port))
+        assert server.wait_exit() == 2
+        assert f"cannot listen on 127.0.0.1:{server.port}" in server.error
 
 
 @pytest.mark.parametrize("when", ["starting", "ready"])

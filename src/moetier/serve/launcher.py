@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import http.client
 import logging
 import os
 import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,17 +21,16 @@ from typing import IO
 from moetier.errors import MoetierError, SettingsError
 from moetier.serve.command import ServeRequest, arguments, environment, url_from_here
 from moetier.serve.failure import read_failure
-from moetier.serve.guard import guarded
+from moetier.serve.guard import end_group, guarded
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 KILL_GRACE_SECONDS = 15
 """After the drain time, how long the server may take to end before it is killed."""
-ABANDON_SECONDS = 5
-"""How long a server that does not answer yet may take to end."""
-GONE_SECONDS = 60
-"""How long the kernel may take over processes that were killed: it first unpins and frees what they hold."""
+LOG_END_BYTES = 16384
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""For our own server, which the user's http_proxy does not reach."""
 
 
 class ServerFailedError(MoetierError):
@@ -76,49 +76,60 @@ def run(
     cpus: tuple[int, ...],
     on_wait: Callable[[float], None],
     on_ready: Callable[[float], None],
-) -> bool:
-    """Start the server and stay with it until a signal and a clean end. Returns whether it had served by then.
+) -> float | None:
+    """Start the server and stay with it until a signal and a clean end. Returns when it was told to end, in seconds
+    since the epoch; None if it had not served by then.
 
     on_wait(seconds) is called while it starts, on_ready(seconds) once when it answers. If it ends without having been
     asked to, that is the MoetierError which stopped it, else a ServerFailedError.
     """
     start = time.monotonic()
+    patience = request.drain_seconds + KILL_GRACE_SECONDS
+    with _stop_signals() as stop:
+        process = _start(request, cpus)
+        with guarded(process.pid, patience) as tell_ready:
+            ready = False
+            while not stop and process.poll() is None:
+                if not ready:
+                    ready = _healthy(request)
+                    (on_ready if ready else on_wait)(time.monotonic() - start)
+                    if ready:
+                        tell_ready()
+                time.sleep(POLL_SECONDS)
+            drained = not ready or _drained(process, patience, stop)
+            if left := end_group(process.pid):
+                logger.warning("moetier: killed, but the kernel does not let go of processes %s", left)
+            code = process.poll()
+    failure = _failure(request)
+    if stop:
+        if ready and failure:
+            raise failure
+        if not drained:
+            raise ServerFailedError("the server was ended before its requests were: by a second signal, or out of time")
+        return stop[0] if ready else None
+    if failure and not ready:
+        failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
+    if not failure:
+        check_port(request.host, request.port)  # somebody else may have been faster
+    raise failure or ServerFailedError(
+        f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}; "
+        + (
+            f"its log is {request.log_file}, the end of it:\n{last_lines(request.log_file, 12)}"
+            if request.log_file
+            else "see above"
+        )
+    )
+
+
+def _start(request: ServeRequest, cpus: tuple[int, ...]) -> subprocess.Popen[bytes]:
     with _output(request.log_file) as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             arguments(request, runs_on_cpu()),
             env=environment(request, cpus, os.environ),
             stdout=output,
             stderr=output,
             start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we drain the server
         )
-    patience = request.drain_seconds + KILL_GRACE_SECONDS
-    with _stop_signals() as stop, guarded(process.pid, patience, ABANDON_SECONDS) as tell_ready:
-        ready = False
-        while process.poll() is None and not stop:
-            if not ready:
-                ready = _healthy(request)
-                (on_ready if ready else on_wait)(time.monotonic() - start)
-                if ready:
-                    tell_ready()
-            time.sleep(POLL_SECONDS)
-        code = process.poll()
-        if code is None:
-            (_drain if ready else _abandon)(process, request, stop)
-            if ready and (failure := _failure(request)):
-                raise failure
-            return ready
-    _end_group(process)
-    failure = _failure(request)
-    if failure and not ready:
-        failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
-    raise failure or ServerFailedError(
-        f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}; "
-        + (
-            f"its log is {request.log_file}, the end of it:\n{_tail(request.log_file)}"
-            if request.log_file
-            else "see above"
-        )
-    )
 
 
 def _failure(request: ServeRequest) -> MoetierError | None:
@@ -129,91 +140,55 @@ def _failure(request: ServeRequest) -> MoetierError | None:
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[IO[bytes] | None]:
-    """The log file, new; None leaves the server our terminal."""
+    """The log file, new, and locked as long as a process of the server has it; None leaves the server our terminal."""
     if path is None:
         yield None
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("wb")
+        file = path.open("ab")
+        if path.is_file():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+    except BlockingIOError as error:
+        raise SettingsError(
+            f"a server that starts or runs writes the log {path}; end it, or choose another --port or --log-file"
+        ) from error
     except OSError as error:
         raise SettingsError(f"cannot write the log {path} ({error.strerror}); name another with --log-file") from error
     with file:
         yield file
 
 
-def _tail(path: Path, lines: int = 12) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-
-
-def last_line(path: Path) -> str:
-    """The last whole line of a log, for a line of progress; empty if there is none."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        lines = file.read().decode(errors="replace").splitlines()
-        return lines[-1] if lines else ""
+def last_lines(path: Path, number: int) -> str:
+    """The end of a log, as far as it is a file that can be read: of a pipe or a device there may be no end."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - LOG_END_BYTES))
+                return "\n".join(file.read(LOG_END_BYTES).decode(errors="replace").splitlines()[-number:])
     return ""
 
 
-def _abandon(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> None:
-    """End a server that does not answer yet: nothing to drain, and vLLM may wait for its engine before it looks up."""
+def _drained(process: subprocess.Popen[bytes], patience: float, stop: list[float]) -> bool:
+    """Let the requests in flight end, then the server; whether it did before the deadline or a second signal."""
     process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + ABANDON_SECONDS
+    deadline = time.monotonic() + patience
     while process.poll() is None and time.monotonic() < deadline and len(stop) < 2:
         time.sleep(POLL_SECONDS)
-    _end_group(process)
-
-
-def _drain(process: subprocess.Popen[bytes], request: ServeRequest, stop: list[int]) -> None:
-    """Let the requests in flight end, then the server; a second signal or the deadline kills it."""
-    process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + request.drain_seconds + KILL_GRACE_SECONDS
-    while process.poll() is None and time.monotonic() < deadline and len(stop) < 2:
-        time.sleep(POLL_SECONDS)
-    clean = process.poll() is not None
-    _end_group(process)
-    if not clean:
-        raise ServerFailedError("the server did not end in time and was killed; heat of the last minute may be lost")
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill whatever the server left running (its session is its own), and wait until that is gone and its memory,
-    devices and port are free for the next.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + GONE_SECONDS
-    while left := _running(process.pid):
-        if time.monotonic() > deadline:
-            logger.warning("moetier: killed, but not gone after %d s: processes %s", GONE_SECONDS, left)
-            return
-        process.poll()
-        time.sleep(POLL_SECONDS / 10)
-    process.wait()
-
-
-def _running(group: int) -> list[int]:
-    """The processes of a group. One that has ended and only waits for its parent's look is none, but while any of its
-    threads runs, what it holds is not free.
-    """
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it is gone since
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            state, its_group, threads = fields[0], int(fields[2]), int(fields[17])
-            if its_group == group and (state not in "ZX" or threads > 1):
-                found.append(int(path.parent.name))
-    return found
+    return process.poll() is not None
 
 
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them."""
-    received: list[int] = []
-    previous = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+def _stop_signals() -> Iterator[list[float]]:
+    """When SIGINT, SIGTERM, or SIGHUP where nohup does not ignore it, came: in seconds since the epoch, instead of
+    dying of them.
+    """
+    received: list[float] = []
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, lambda *_: received.append(time.time())) for number in numbers}
     try:
         yield received
     finally:
@@ -223,7 +198,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
 def _healthy(request: ServeRequest) -> bool:
     try:
-        with urllib.request.urlopen(f"{url_from_here(request)}/health", timeout=2) as answer:  # noqa: S310 (our own http address)
+        with DIRECT.open(f"{url_from_here(request)}/health", timeout=2) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):
         return False

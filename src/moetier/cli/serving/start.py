@@ -68,8 +68,16 @@ def start(
                 "failure_file": Path(folder) / "failure.json",
             }
         )
-        served = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus, on_ready)
-    console.print("drained, heat saved, bye" if served else "ended before it was ready, bye")
+        told = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus, on_ready)
+    if told is None:
+        console.print("ended before it was ready, bye")
+    else:
+        console.print(f"drained, {'heat saved, ' if _written_since(told, decided.heat_path) else ''}bye")
+
+
+def _written_since(seconds: float, path: Path) -> bool:
+    """Heat is written when the engine ends, unless nothing is new, or something kept it from it."""
+    return path.exists() and path.stat().st_mtime >= seconds
 
 
 def check_cpus(settings: Settings) -> None:
@@ -92,14 +100,14 @@ def _check_support(model_type: str, vllm: str) -> None:
             console.print(f"support: {support}", soft_wrap=True, markup=False, highlight=False)
 
 
-def _run(request: ServeRequest, cpus: tuple[int, ...], on_ready: Callable[[], None] | None) -> bool:
+def _run(request: ServeRequest, cpus: tuple[int, ...], on_ready: Callable[[], None] | None) -> float | None:
     """Run the server with a line of progress until it answers."""
     if request.log_file is not None:
         console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, highlight=False)
     with Status("starting vLLM", console=console) as status:
 
         def waiting(seconds: float) -> None:
-            line = launcher.last_line(request.log_file) if request.log_file else ""
+            line = launcher.last_lines(request.log_file, 1) if request.log_file else ""
             status.update(Text(f"starting vLLM ({seconds:.0f} s) {line}", overflow="ellipsis", no_wrap=True))
 
         def ready(seconds: float) -> None:
