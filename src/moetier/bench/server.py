@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import json
 import os
 import re
@@ -12,9 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from moetier.bench.documents import Recipe, Serve
 PATIENCE = 120
 """Seconds for an end that was asked for."""
 PR_SET_PDEATHSIG = 1
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""For our own server, which the user's http_proxy does not reach."""
 DECIDING = ("VLLM_", "OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "PYTORCH_")
 """Variables of the user that a result would not show: the server does not get them."""
 
@@ -145,12 +147,12 @@ def _end_with_parent() -> None:
 def _answers(place: Place) -> bool:
     """Whether our model answers there."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{place.port}/health", timeout=5) as answer:
+        with DIRECT.open(f"http://127.0.0.1:{place.port}/health", timeout=5) as answer:
             if answer.status != 200:
                 return False
-        with urllib.request.urlopen(f"http://127.0.0.1:{place.port}/v1/models", timeout=5) as answer:
+        with DIRECT.open(f"http://127.0.0.1:{place.port}/v1/models", timeout=5) as answer:
             names = [model["id"] for model in json.load(answer)["data"]]
-    except (urllib.error.URLError, OSError, ValueError, KeyError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError):
         return False
     if names != [place.model.name]:
         raise BenchError(f"port {place.port}: expected our server of {place.model.name}, found {', '.join(names)}")
@@ -208,7 +210,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(family, timeout=30)
 
 
-def _family(pid: int) -> Sequence[psutil.Process]:
+def _family(pid: int) -> list[psutil.Process]:
+    """What descends from it, and what lost that: stock vLLM's processes outlive a frontend that was killed."""
+    found = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children(recursive=True))
-    return []
+        found = psutil.Process(pid).children(recursive=True)
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == pid != process.pid and process not in found:
+                found.append(process)
+    return found

@@ -1,0 +1,46 @@
+"""The server of a run is gone afterwards, however it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moetier.bench import server
+from moetier.bench.documents import Library
+from moetier.bench.server import Place, free_port, serving
+from tests.serve.server import runs
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONTEND = """
+import http.server, os, sys, time
+if os.fork() == 0:
+    time.sleep(600)  # an engine, which does not look after the frontend
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "model"}]}')
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_an_engine_that_lost_its_frontend_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of stock vLLM: the frontend leads the session. And a proxy in the environment is not asked for it."""
+    place = Place(tmp_path / "model", tmp_path / "store", tmp_path / "scratch", free_port())
+    monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-c", FRONTEND, str(place.port)])
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    recipe = Library(ROOT).recipe("nano/dram")
+    recipe = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"start_seconds": 30})})
+    with serving(recipe, place) as served:
+        (engine,) = served.process.children()
+        served.process.kill()
+    try:
+        assert not runs(engine)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine.kill()
