@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -198,12 +199,25 @@ def test_a_measurement_that_is_ended_leaves_nothing(number: signal.Signals, tmp_
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"begun\n"
-        time.sleep(1)
+        deadline = time.monotonic() + 300
+        while opened(process.pid, folder) < 2:  # to be written, and to be read from
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "nothing is measured"
+            time.sleep(0.01)
         process.send_signal(number)
-        assert process.wait(timeout=30) != 0
+        assert process.wait(timeout=300) != 0
     finally:
         process.kill()
     assert list(folder.iterdir()) == []
+
+
+def opened(pid: int, folder: Path) -> int:
+    """How many files of a folder a process has open, those without a name included."""
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            count += link.readlink().is_relative_to(folder)
+    return count
 
 
 def test_no_device_no_link() -> None:

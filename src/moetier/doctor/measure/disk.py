@@ -80,11 +80,11 @@ def _rate(target: _Target, depth: int, record_bytes: int) -> float:
                 done[reader] += 1
 
     with ThreadPoolExecutor(depth) as pool:
-        readers = [pool.submit(read, reader) for reader in range(depth)]
         try:
+            readers = [pool.submit(read, reader) for reader in range(depth)]
             time.sleep(SECONDS)
         finally:
-            stop.set()  # also on Ctrl-C: the pool waits for its readers
+            stop.set()  # also on Ctrl-C, whenever it comes: the pool waits for its readers
         for reader in readers:
             reader.result()
     return sum(done) * record_bytes / (time.perf_counter() - start)
