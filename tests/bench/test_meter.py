@@ -22,7 +22,8 @@ from moetier.bench.samples import Trial
 BURN = "import time\nwhile time.process_time() < 0.6: pass"
 """Work of 0.6 CPU seconds."""
 SERVER = f"""
-import subprocess, sys
+import subprocess, sys, time
+sys.stdin.readline()
 {BURN}
 subprocess.run([sys.executable, "-c", {BURN!r}])
 print("done", flush=True)
@@ -31,11 +32,15 @@ time.sleep(60)
 
 
 def test_work_of_the_server_and_of_its_ended_children_is_its_own() -> None:
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as server:
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         try:
             meter = Meter(psutil.Process(server.pid))
             before = meter.mark()
+            assert server.stdin is not None
             assert server.stdout is not None
+            server.stdin.write(b"\n")
+            server.stdin.flush()
             assert server.stdout.readline() == b"done\n"
             after = meter.mark()
         finally:

@@ -24,7 +24,7 @@ FACTS = Facts("0.1", "int8x", "{}", "aa", "{}", 4)
 def together(*says: Callable[[], tuple[Facts, int]]) -> list[int | MoetierError]:
     """Every rank in a thread of its own; a collective that one does not reach would never end."""
     ranks = len(says)
-    barrier, voices = threading.Barrier(ranks, timeout=20), [Voice()] * ranks
+    barrier, voices = threading.Barrier(ranks, timeout=300), [Voice()] * ranks
     results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
