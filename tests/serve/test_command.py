@@ -84,6 +84,12 @@ def test_the_users_environment_wins() -> None:
     assert environment(REQUEST, (0, 1), {"OMP_WAIT_POLICY": "active"})["OMP_WAIT_POLICY"] == "active"
 
 
+def test_sockets_are_where_they_are_removed_if_their_names_fit() -> None:
+    for folder, theirs in (("/tmp/moetier-x", "/tmp/moetier-x"), (f"/{'x' * 70}", None)):
+        found = environment(replace(REQUEST, scratch=Path(folder)), (0, 1), {})
+        assert found.get("VLLM_RPC_BASE_PATH") == theirs
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [("127.0.0.1", "http://127.0.0.1:8000/"), ("0.0.0.0", "http://127.0.0.1:8000/"), ("::1", "http://[::1]:8000/")],

@@ -19,6 +19,8 @@ GIB = 2**30
 CPU_WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
 GPU_WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
 CPU_EXECUTOR = "moetier.serve.vllm.executor.RestingExecutor"
+SOCKET_FOLDER_BYTES = 107 - 37
+"""The longest name of a folder for vLLM's sockets: a socket's path may have 107 bytes, and vLLM's name has 36."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class ServeRequest:
     launch: tuple[str, ...] = ()
     """What `--explain` says of them."""
     planned_device_bytes: int | None = None
+    scratch: Path | None = None
+    """A folder that is gone after the server."""
 
 
 def is_loopback(host: str) -> bool:
@@ -98,6 +102,8 @@ def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[s
             ",".join(map(str, cpus_of_rank(machine.compute_cpus(cpus), rank, ranks))) for rank in range(ranks)
         ),
     }
+    if request.scratch and len(os.fsencode(request.scratch)) <= SOCKET_FOLDER_BYTES:
+        ours["VLLM_RPC_BASE_PATH"] = str(request.scratch)  # vLLM leaves its sockets, eight a start, where they were
     if not request.usage_stats:
         ours |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     forced = {"VLLM_API_KEY": request.api_key} if request.api_key else {}

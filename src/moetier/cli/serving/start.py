@@ -68,7 +68,8 @@ def start(
                 "failure_file": Path(folder) / "failure.json",
             }
         )
-        told = _run(dataclasses.replace(request, settings=decided, model=model.resolve()), cpus, on_ready)
+        changed = dataclasses.replace(request, settings=decided, model=model.resolve(), scratch=Path(folder))
+        told = _run(changed, cpus, on_ready)
     if told is None:
         console.print("ended before it was ready, bye")
     else:
