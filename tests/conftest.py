@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,9 +15,15 @@ LONGEST = ROOT / "tests" / "serve"
 
 
 def pytest_configure() -> None:
-    """A shell's background job has Ctrl-C ignored; tests that raise it, and the commands that they start, are none."""
+    """A shell's background job has Ctrl-C ignored; tests that raise it, and the commands that they start, are none.
+
+    An example that takes long is no failure.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    slow = hypothesis.HealthCheck.too_slow
+    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[slow])
+    hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

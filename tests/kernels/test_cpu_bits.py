@@ -306,7 +306,7 @@ def test_unaligned_inputs(pool, isa):
     check_layer(pool, isa, layer, tuple(shifted), PLAIN)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_calls(pool, isa, data):
     slices = data.draw(st.sampled_from([1, 2, 4]))

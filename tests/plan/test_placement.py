@@ -128,7 +128,7 @@ def test_a_model_without_a_drafter_drafts_nothing():
         place(QWEN, FOUR, Wanted(context=32768, draft=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     gpus=st.integers(0, 8), gib=st.sampled_from([8, 16, 24, 32, 96, 180]), ram=st.integers(1, 2048),
     context=st.integers(1, 131072), streams=st.integers(1, 300), model=st.sampled_from([V41, V4, AIR, QWEN]),
