@@ -107,11 +107,11 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     path.write_text(page(result))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     shot = [browser, *options, f"--screenshot={picture}", "--window-size=1100,2400", path.as_uri()]
-    subprocess.run(shot, check=True, capture_output=True, timeout=120)
+    subprocess.run(shot, check=True, capture_output=True, timeout=600)
     width, height = (int.from_bytes(picture.read_bytes()[at : at + 4], "big") for at in (16, 20))
     assert (width, height) == (1100, 2400)
     dump = [browser, *options, "--dump-dom", path.as_uri()]
-    dumped = subprocess.run(dump, check=True, capture_output=True, timeout=120)
+    dumped = subprocess.run(dump, check=True, capture_output=True, timeout=600)
     text = dumped.stdout.decode()
     for name, cell in result.cells.items():
         assert f">{name}<" in text

@@ -21,7 +21,7 @@ COMMAND = str(Path(sys.executable).with_name("moetier"))
 
 def run(*arguments: str | Path, code: int = 0) -> str:
     """Run `moetier` with `arguments`; returns standard output, or standard error where `code` is not 0."""
-    done = subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == code, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     return done.stderr if code else done.stdout
@@ -51,7 +51,7 @@ def test_version() -> None:
 def test_output_that_has_no_room_is_one_error(verb: tuple[str, ...]) -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
-            [COMMAND, *verb], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+            [COMMAND, *verb], stdout=full, stderr=subprocess.PIPE, text=True, timeout=600, check=False
         )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
@@ -63,7 +63,7 @@ def test_output_that_has_no_room_is_one_error(verb: tuple[str, ...]) -> None:
 def test_a_reader_that_has_enough_is_no_error(verb: tuple[str, ...]) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([COMMAND, *verb], stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run([COMMAND, *verb], stdout=write, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
@@ -192,7 +192,7 @@ def test_a_name_that_the_locale_cannot_write_stops_no_command(store: Path, tmp_p
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ def run(*arguments: str | Path, cache: Path, code: int = 0) -> tuple[str, str]:
     done = subprocess.run(
         [COMMAND, "doctor", *map(str, arguments)],
         env={**os.environ, "XDG_CACHE_HOME": str(cache)}, cwd="/",
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stderr + done.stdout
     assert "Traceback" not in done.stderr

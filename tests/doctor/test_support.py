@@ -104,7 +104,7 @@ def known_to_fail(nano: Path, tmp_path: Path) -> Path:
 def serve(model: Path, *options: str) -> str:
     done = subprocess.run(
         [COMMAND, "serve", model, "--store", model / "none", *options],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     return done.stderr

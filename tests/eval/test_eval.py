@@ -200,7 +200,7 @@ def test_command_says_what_is_wrong(arguments: tuple[str, ...], says: str) -> No
 
 def moetier(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from moetier.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def report(

@@ -19,7 +19,7 @@ PROMISED = (
 
 def moetier(*arguments, **more):
     command = [sys.executable, "-c", "from moetier.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, **more)
 
 
 def plan_json(*arguments):
