@@ -29,6 +29,7 @@ from moetier.bench.server import Place, checked_at_end, environment, free_port
 from moetier.bench.server import Served as Started
 from tests.bench.made import IDENTITY, recipe
 from tests.bench.scripted import Script, scripted
+from tests.serve.server import runs
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"decode": Decode, "prefill": Prefill, "growth": Growth, "quality": Quality}
@@ -61,8 +62,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     run = run_of(recipe, tmp_path_factory.mktemp("run"), ROOT / "models" / "nano-mxfp4")
     children = set(psutil.Process().children(recursive=True))
     result = run.measure(print)
-    left = [child for child in psutil.Process().children(recursive=True) if child not in children]
-    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+    assert not [child for child in psutil.Process().children(recursive=True) if child not in children and runs(child)]
     return result
 
 
@@ -160,9 +160,10 @@ def test_the_time_of_the_probes_begins_when_the_server_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = Suite(id="both", summary="for tests", probes=(*DECODES.probes, *ANSWERS.probes))
-    result = scripted_run(tmp_path, monkeypatch, both, within=1.0).measure(print)
+    # Less than a start with its second of rest takes, and than the three trials of the first probe.
+    result = scripted_run(tmp_path, monkeypatch, both, within=1.8).measure(print)
     assert result.status == "partial"
-    assert result.failure == "the 1 s that the probes were given were over before coding"
+    assert result.failure == "the 1.8 s that the probes were given were over before coding"
     assert result.cells["decode.C1"].value, result.cells["decode.C1"].reason
 
 
@@ -235,7 +236,7 @@ def test_a_variable_that_a_result_would_not_show_does_not_reach_the_server(monke
 
 def bench(*arguments: str, code: int) -> str:
     command = [str(Path(sys.executable).with_name("moetier")), "bench", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
