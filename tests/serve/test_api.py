@@ -20,7 +20,7 @@ from moetier.eval.items import load_set
 from moetier.eval.report import Report
 from moetier.residency.trace import Trace
 from tests.conftest import ROOT
-from tests.serve.server import COMMAND, Server, serving
+from tests.serve.server import COMMAND, LIMIT_SECONDS, Server, serving
 
 MODEL = "nano-mxfp4"
 CLIENTS = 8
@@ -75,7 +75,7 @@ def test_eval_command_asks_questions_and_reads_texts(server: Server, tmp_path: P
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     command = [COMMAND, "eval", "--url", f"{server.url}/v1", "--sets", str(tmp_path), "--json"]
     out = tmp_path / "out.json"
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     (sums,), (texts,) = report["tasks"], report["texts"]
@@ -118,7 +118,7 @@ def test_eight_clients_recorded_calls_are_those_of_all_in_dram(
     with ThreadPoolExecutor(CLIENTS) as clients:
         answers = list(clients.map(lambda item: ask(server, item), items * 2))
     command = [COMMAND, "identity", "--store", str(store), "--replay", str(folder / "calls"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr + done.stdout
     report = json.loads(done.stdout)
     assert report["differ"] == 0
@@ -130,22 +130,32 @@ def test_metrics_add_up(server: Server, eval_set: Items) -> None:
     before = metrics(server)
     answer = ask(server, sample(eval_set)[0])
     assert answer.usage is not None
-    deadline = time.monotonic() + 60
-    while (now := metrics(server))["tokens"] < before["tokens"] + 4 * (answer.usage.total_tokens - 1):
-        assert time.monotonic() < deadline, "the counters do not arrive"
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (
+        (now := metrics(server))["tokens"] >= before["tokens"] + 4 * (answer.usage.total_tokens - 1) and adds_up(now)
+    ):
+        assert time.monotonic() < deadline, f"the counters do not arrive, or do not add up: {now}"
         time.sleep(0.2)
-    assert now["pairs"] == TOP_K * now["tokens"]
-    assert now["hits"] + now["misses"] == now["reads"]
     assert now["hits"] > before["hits"]
     assert now["misses"] > 0
-    assert now["store_reads"] == now["misses"] + 4 * 8, "a quarter of 32 experts in each of 4 layers was read at start"
     assert now["cpu_microseconds"] > 0
     assert now["healed"] == 0
 
 
+def adds_up(now: dict[str, float]) -> bool:
+    """What was read in the middle of a layer's call does not yet. A quarter of 32 experts in each of 4 layers was read
+    at the start.
+    """
+    return (
+        now["pairs"] == TOP_K * now["tokens"]
+        and now["hits"] + now["misses"] == now["reads"]
+        and now["store_reads"] == now["misses"] + 4 * 8
+    )
+
+
 def metrics(server: Server) -> dict[str, float]:
     """Sums of our metrics over layers, tiers and ranks."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=LIMIT_SECONDS) as answer:
         text = answer.read().decode()
     assert "vllm:prompt_tokens_total" in text
     names = ("tokens", "pairs", "hits", "misses", "reads", "store_reads", "cpu_microseconds")
@@ -158,8 +168,11 @@ def metrics(server: Server) -> dict[str, float]:
 
 def test_trace_of_the_traffic(server: Server, folder: Path, eval_set: Items) -> None:
     """While it is being recorded: calls of every layer, prompts and decode told apart, and the verbs that read it."""
-    ask(server, sample(eval_set)[0])
-    steps = list(Trace.open(folder / "trace").steps())
+    deadline, steps = time.monotonic() + LIMIT_SECONDS, []
+    while sum(not step[0].step.prefill for step in steps) < 10:  # it is written every second, while calls come
+        assert time.monotonic() < deadline, "the trace does not grow"
+        ask(server, sample(eval_set)[0])
+        steps = list(Trace.open(folder / "trace").steps())
     assert all([call.layer for call in step] == [0, 1, 2, 3] for step in steps[:-1]), "the last may not be whole yet"
     assert {call.ids.shape[0] for step in steps if not step[0].step.prefill for call in step} <= set(
         range(1, CLIENTS + 1)
@@ -167,7 +180,7 @@ def test_trace_of_the_traffic(server: Server, folder: Path, eval_set: Items) -> 
     prompts = [step for step in steps if step[0].step.prefill]
     assert 0 < len(prompts) < len(steps)
     command = [COMMAND, "trace", "simulate", str(folder / "trace"), "--slots", "25%", "--slots", "32", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     runs = json.loads(done.stdout)["runs"]
     assert {run["policy"] for run in runs} == {"lru", "second-touch", "frequency"}
@@ -175,7 +188,7 @@ def test_trace_of_the_traffic(server: Server, folder: Path, eval_set: Items) -> 
         rate = run["decode"]["hit_rate"]
         assert rate == 1 if run["slots"] == 32 else 0 < rate <= 1
     shown = subprocess.run(
-        [COMMAND, "trace", "show", str(folder / "trace")], capture_output=True, text=True, timeout=60
+        [COMMAND, "trace", "show", str(folder / "trace")], capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert "experts                32" in shown.stdout
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.server import Server, serving
+from tests.serve.server import LIMIT_SECONDS, Server, serving
 
 MODEL = "nano-mxfp4"
 
@@ -25,7 +25,7 @@ def server(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}{path}", json={"model": MODEL, "temperature": 0, **body}, timeout=120)
+    answer = httpx.post(f"{server.url}{path}", json={"model": MODEL, "temperature": 0, **body}, timeout=LIMIT_SECONDS)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -83,7 +83,7 @@ def test_aborted_requests_leave_the_others_right(server: Server) -> None:
 
     def hang_up() -> None:
         body = {"model": MODEL, "prompt": "The", "max_tokens": 800, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LIMIT_SECONDS) as answer:
             next(answer.iter_bytes())
 
     leavers = [threading.Thread(target=hang_up) for _ in range(6)]
@@ -93,7 +93,7 @@ def test_aborted_requests_leave_the_others_right(server: Server) -> None:
         leaver.join()
     assert post(server, "/v1/chat/completions", **question)["choices"][0]["message"] == alone
     assert server.healthy()
-    metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=LIMIT_SECONDS).text
     running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running{")]
     assert running
     assert all(line.endswith(" 0.0") for line in running), "an aborted request is still running"

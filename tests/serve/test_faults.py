@@ -13,7 +13,7 @@ from moetier.residency.trace import Trace
 from moetier.store.build import build_store
 from moetier.store.verify import verify_store
 from tests.serve.damage import flip_a_bit_of_every_record
-from tests.serve.server import Server, serving
+from tests.serve.server import LIMIT_SECONDS, Server, serving
 from tests.serve.streaming import Request
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -41,7 +41,7 @@ def test_stopped_then_no_disk_then_a_killed_thread(nano: Path, store: Path, tmp_
         right, process = Request(server).whole(), worker(server)
 
         running = Request(server)
-        assert running.began.wait(60)
+        assert running.began.wait(LIMIT_SECONDS)
         process.send_signal(signal.SIGSTOP)
         assert running.stalls(STOPPED_SECONDS)
         process.send_signal(signal.SIGCONT)
@@ -55,7 +55,7 @@ def test_stopped_then_no_disk_then_a_killed_thread(nano: Path, store: Path, tmp_
         assert server.healthy()
 
         running = Request(server)
-        assert running.began.wait(60)
+        assert running.began.wait(LIMIT_SECONDS)
         threads = [thread.id for thread in process.threads() if thread.id != process.pid]
         os.kill(threads[-1], signal.SIGKILL)  # the kernel ends the whole process, as it does for any fault in a thread
         assert server.wait_exit() == 1

@@ -16,7 +16,7 @@ from moetier.store.build import build_store
 from moetier.store.store import Store
 from tests.serve.damage import zero_the_weights
 from tests.serve.engine import moetier, run_engine
-from tests.serve.server import Server, serving
+from tests.serve.server import LIMIT_SECONDS, Server, serving
 from tests.serve.streaming import Request
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -88,7 +88,7 @@ def test_rank_that_fails_ends_all(nano: Path, store: Path, tmp_path: Path) -> No
         whole = Request(server).whole()
         zero_the_weights(model)
         running = Request(server)
-        assert running.began.wait(60)
+        assert running.began.wait(LIMIT_SECONDS)
         spoil_second_slices(copy)
         assert server.wait_exit() == 1
         assert running.join().error is not None
