@@ -5,8 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,6 +258,23 @@ def test_a_read_that_cannot_be_started_loses_no_slot(bench: Bench, made: Made) -
     bench.check_integrity()
     bench.layer.fetcher._reader = open_reader
     assert np.array_equal(forward(bench, x, ids, weights), expected(made, x, ids, weights, bench.store))
+
+
+def test_ctrl_c_while_reading_threads_start_leaves_none(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    with Store.open(store_path) as store:
+        submit, submitted = ThreadPoolExecutor.submit, []
+
+        def submit_or_interrupt(pool: ThreadPoolExecutor, *work: Any) -> Any:
+            submitted.append(work)
+            if len(submitted) == 3:
+                raise KeyboardInterrupt
+            return submit(pool, *work)
+
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_or_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            DiskReader(store, 4)
+    assert set(threading.enumerate()) <= before
 
 
 STARTS = """

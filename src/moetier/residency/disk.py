@@ -72,9 +72,11 @@ class DiskReader:
         together = Barrier(threads)
         try:
             wait([pool.submit(together.wait) for _ in range(threads)])
-        except RuntimeError as error:
+        except BaseException as error:  # also on Ctrl-C: Python's end waits for threads that wait for each other
             together.abort()
             pool.shutdown()
+            if not isinstance(error, RuntimeError):
+                raise
             raise SettingsError(
                 f"expected to start {threads} threads that read the store, found: {error}; set disk_threads lower, or "
                 "raise the limit on processes or memory"
