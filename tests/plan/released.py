@@ -145,13 +145,18 @@ def write(config: dict[str, Any], folder: Path, shard_bytes: int) -> int:
 
 
 def _linear(name: str, rows: int, columns: int, block: int = 0) -> Tensors:
-    """A matrix in bf16, or in FP8 with a scale for each square block."""
+    """A matrix in bf16, or in FP8 with an FP32 scale for each square block."""
     if not block:
         yield f"{name}.weight", "BF16", [rows, columns]
         return
     yield f"{name}.weight", "F8_E4M3", [rows, columns]
-    scales = [-(-rows // block), -(-columns // block)]
-    yield (f"{name}.scale", "F8_E8M0", scales) if block == 32 else (f"{name}.weight_scale_inv", "F32", scales)
+    yield f"{name}.weight_scale_inv", "F32", [-(-rows // block), -(-columns // block)]
+
+
+def _fp8(name: str, rows: int, columns: int, block: int) -> Tensors:
+    """A matrix in FP8 as DeepSeek V4 has it, with an E8M0 scale for each square block."""
+    yield f"{name}.weight", "F8_E4M3", [rows, columns]
+    yield f"{name}.scale", "F8_E8M0", [-(-rows // block), -(-columns // block)]
 
 
 def _mxfp4(name: str, rows: int, columns: int) -> Tensors:
@@ -168,9 +173,9 @@ def _deepseek_v4(c: dict[str, Any], vision: dict[str, Any] | None) -> Tensors:
     if not new:
         yield from _mixing("", hidden, c["hc_mult"], ("head",))
     for layer in range(c["num_hidden_layers"]):
-        name = f"layers.{layer}"
-        yield from _v4_layer(name, c, c["n_routed_experts"], new)
-        if not new and layer < c.get("num_hash_layers", 0):
+        name, hashed = f"layers.{layer}", layer < c.get("num_hash_layers", 0)
+        yield from _v4_layer(name, c, c["n_routed_experts"], new, hashed)
+        if hashed:
             yield f"{name}.ffn.gate.tid2eid", "I32", [vocabulary, c["num_experts_per_tok"]]
         yield from (_v41_extras if new else _v4_compressor)(name, layer, c)
     drafts = c["num_nextn_predict_layers"]
@@ -179,7 +184,7 @@ def _deepseek_v4(c: dict[str, Any], vision: dict[str, Any] | None) -> Tensors:
     if new:
         rank = c["dspark_markov_rank"]
         yield "mtp.0.main_norm.weight", "BF16", [hidden]
-        yield from _linear("mtp.0.main_proj", hidden, hidden * len(c["dspark_target_layer_ids"]), 32)
+        yield from _fp8("mtp.0.main_proj", hidden, hidden * len(c["dspark_target_layer_ids"]), 32)
         last = f"mtp.{drafts - 1}"
         yield f"{last}.norm.weight", "BF16", [hidden]
         yield f"{last}.markov_head.embed.weight", "BF16", [vocabulary, rank]
@@ -198,15 +203,16 @@ def _mixing(prefix: str, hidden: int, streams: int, kinds: tuple[str, ...]) -> T
         yield f"{prefix}hc_{kind}_scale", "F32", [3 if wide > streams else 1]
 
 
-def _v4_layer(name: str, c: dict[str, Any], experts: int, new: bool) -> Tensors:
+def _v4_layer(name: str, c: dict[str, Any], experts: int, new: bool, hashed: bool = False) -> Tensors:
+    """hashed: it routes by token id."""
     hidden, inner, block = c["hidden_size"], c["moe_intermediate_size"], 32 if new else 128
     heads, width, groups = c["num_attention_heads"], c["head_dim"], c["o_groups"]
     ranks = c["o_lora_rank"] * groups
-    yield from _linear(f"{name}.attn.wq_a", c["q_lora_rank"], hidden, block)
-    yield from _linear(f"{name}.attn.wq_b", heads * width, c["q_lora_rank"], block)
-    yield from _linear(f"{name}.attn.wkv", width, hidden, block)
-    yield from _linear(f"{name}.attn.wo_a", ranks, heads * width // groups, block)
-    yield from _linear(f"{name}.attn.wo_b", hidden, ranks, block)
+    yield from _fp8(f"{name}.attn.wq_a", c["q_lora_rank"], hidden, block)
+    yield from _fp8(f"{name}.attn.wq_b", heads * width, c["q_lora_rank"], block)
+    yield from _fp8(f"{name}.attn.wkv", width, hidden, block)
+    yield from _fp8(f"{name}.attn.wo_a", ranks, heads * width // groups, block)
+    yield from _fp8(f"{name}.attn.wo_b", hidden, ranks, block)
     yield f"{name}.attn.q_norm.weight", "BF16", [c["q_lora_rank"]]
     yield f"{name}.attn.kv_norm.weight", "BF16", [width]
     yield f"{name}.attn.attn_sink", "F32", [heads]
@@ -214,7 +220,8 @@ def _v4_layer(name: str, c: dict[str, Any], experts: int, new: bool) -> Tensors:
     yield f"{name}.attn_norm.weight", "BF16", [hidden]
     yield f"{name}.ffn_norm.weight", "BF16", [hidden]
     yield f"{name}.ffn.gate.weight", "BF16", [experts, hidden]
-    yield f"{name}.ffn.gate.bias", "F32", [experts]
+    if not hashed:
+        yield f"{name}.ffn.gate.bias", "F32", [experts]
     if new:
         yield f"{name}.ffn.gate.bias_vl", "F32", [experts]
     shapes = {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}
@@ -222,14 +229,14 @@ def _v4_layer(name: str, c: dict[str, Any], experts: int, new: bool) -> Tensors:
         for matrix, shape in shapes.items():
             yield from _mxfp4(f"{name}.ffn.experts.{expert}.{matrix}", *shape)
     for matrix, shape in shapes.items():
-        yield from _linear(f"{name}.ffn.shared_experts.{matrix}", *shape, block)
+        yield from _fp8(f"{name}.ffn.shared_experts.{matrix}", *shape, block)
 
 
 def _v41_extras(name: str, layer: int, c: dict[str, Any]) -> Tensors:
     """Indexer, compressor and table of the layers that have one."""
     hidden, width, keys = c["hidden_size"], c["head_dim"], c["index_head_dim"]
     if layer in c["index_source_layer_ids"]:
-        yield from _linear(f"{name}.attn.indexer.wq_b", c["index_n_heads"] * keys, c["q_lora_rank"], 32)
+        yield from _fp8(f"{name}.attn.indexer.wq_b", c["index_n_heads"] * keys, c["q_lora_rank"], 32)
         yield f"{name}.attn.indexer.weights_proj.weight", "BF16", [c["index_n_heads"], hidden]
     if layer in c["kv_source_layer_ids"]:
         yield f"{name}.attn.indexer.wk.weight", "BF16", [keys, width]
@@ -246,7 +253,7 @@ def _v41_extras(name: str, layer: int, c: dict[str, Any]) -> Tensors:
         yield f"{name}.engram.q_weight", "BF16", [streams, hidden]
         yield f"{name}.engram.k_weight", "BF16", [streams, hidden]
         columns = (c["engram_max_ngram_size"] - 1) * c["engram_n_heads"] * row
-        yield from _linear(f"{name}.engram.wkv", hidden * (streams + 1), columns, 32)
+        yield from _fp8(f"{name}.engram.wkv", hidden * (streams + 1), columns, 32)
 
 
 def _v4_compressor(name: str, layer: int, c: dict[str, Any]) -> Tensors:
@@ -257,7 +264,7 @@ def _v4_compressor(name: str, layer: int, c: dict[str, Any]) -> Tensors:
     parts = {"attn.compressor": c["head_dim"] * overlap}
     if ratio == 4:
         parts["attn.indexer.compressor"] = c["index_head_dim"] * overlap
-        yield from _linear(f"{name}.attn.indexer.wq_b", c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"], 128)
+        yield from _fp8(f"{name}.attn.indexer.wq_b", c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"], 128)
         yield f"{name}.attn.indexer.weights_proj.weight", "BF16", [c["index_n_heads"], hidden]
     for part, width in parts.items():
         yield f"{name}.{part}.wkv.weight", "BF16", [width, hidden]

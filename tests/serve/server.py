@@ -53,7 +53,7 @@ def refused(*arguments: str | Path) -> str:
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=LIMIT_SECONDS)
         finally:
             left = kill_session(process.pid)
     assert process.returncode == 2, f"exit code {process.returncode}: {err}"

@@ -18,7 +18,7 @@ from moetier.serve import guard
 from moetier.serve.guard import end_group, guarded
 from tests.serve.server import runs
 
-DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 LAUNCHER = """
 import os, signal, subprocess, sys
 from moetier.serve import guard

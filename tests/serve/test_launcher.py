@@ -15,7 +15,7 @@ import pytest
 
 from moetier.store.build import build_store
 from tests.serve.damage import flip_a_bit_of_every_record, zero_the_weights
-from tests.serve.server import Server, free_port, refused, serving
+from tests.serve.server import LIMIT_SECONDS, Server, free_port, refused, serving
 from tests.serve.sparse import huge
 from tests.serve.streaming import LONG, Request
 from tests.store.checkpoints import base_config, common_tensors, write_checkpoint, write_shards
@@ -157,7 +157,7 @@ def test_signal_drains_saves_heat_exits_0(number: signal.Signals, nano: Path, st
     before = files(store)
     with serving(nano, store, tmp_path / "out") as server:
         running = Request(server)
-        assert running.began.wait(60)
+        assert running.began.wait(LIMIT_SECONDS)
         assert server.stop(number) == 0
         assert running.whole()
     assert "heat saved" in server.stderr
@@ -199,7 +199,7 @@ def test_killed_launcher_leaves_no_server(when: str, nano: Path, store: Path, tm
 def test_killed_engine_ends_everything(nano: Path, store: Path, tmp_path: Path) -> None:
     with serving(nano, store, tmp_path / "out") as server:
         running = Request(server)
-        assert running.began.wait(60)
+        assert running.began.wait(LIMIT_SECONDS)
         server.engine().kill()
         assert server.wait_exit() == 1
         assert running.join().error is not None
@@ -217,7 +217,7 @@ def test_flipped_bytes_are_healed_else_the_engine_stops(model: Path, store: Path
 
         zero_the_weights(model)
         streaming = Request(server)
-        assert streaming.began.wait(60)
+        assert streaming.began.wait(LIMIT_SECONDS)
         waiting = Request(server)
         flip_a_bit_of_every_record(store, layer=2)
         assert server.wait_exit() == 1
