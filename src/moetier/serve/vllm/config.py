@@ -22,6 +22,13 @@ class MoetierConfig(QuantizationConfig):
         self._delegate: QuantizationConfig | None = None
         super().__init__()
 
+    def __getattr__(self, name: str) -> Any:
+        """What models ask the checkpoint's own config, such as the size of its blocks, that one answers."""
+        delegate = self.__dict__.get("_delegate")
+        if delegate is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}, nor has the checkpoint's own config")
+        return getattr(delegate, name)
+
     @classmethod
     def get_name(cls) -> str:
         """See QuantizationConfig."""
@@ -64,6 +71,14 @@ class MoetierConfig(QuantizationConfig):
         """Names in the checkpoint's config become vLLM's."""
         if self._delegate is not None:
             self._delegate.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def get_cache_scale_mapper(self) -> Any:
+        """How the checkpoint names the scales of its KV cache."""
+        return (self._delegate or QuantizationConfig).get_cache_scale_mapper()
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """How the checkpoint names its weights; vLLM asks from 0.33 on."""
+        return (self._delegate or QuantizationConfig).get_checkpoint_weight_mapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Ours for routed experts; the checkpoint's own for all others (None: not quantized)."""
