@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,12 @@ import psutil
 
 from moetier.bench import BenchError
 from moetier.bench.documents import Recipe, Serve
+from moetier.serve.guard import end_group
+from moetier.serve.launcher import DIRECT
 
 PATIENCE = 120
 """Seconds for an end that was asked for."""
 PR_SET_PDEATHSIG = 1
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""For our own server, which the user's http_proxy does not reach."""
 DECIDING = ("VLLM_", "OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "PYTORCH_")
 """Variables of the user that a result would not show: the server does not get them."""
 
@@ -208,15 +207,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     psutil.wait_procs(family, timeout=30)
+    end_group(process.pid)  # what does not descend from it any more: stock vLLM's, of a frontend that was killed
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """What descends from it, and what lost that: stock vLLM's processes outlive a frontend that was killed."""
-    found = []
+def _family(pid: int) -> Sequence[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(pid).children(recursive=True)
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(process.pid) == pid != process.pid and process not in found:
-                found.append(process)
-    return found
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
