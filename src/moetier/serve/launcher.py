@@ -96,17 +96,18 @@ def run(
                     if ready:
                         tell_ready()
                 time.sleep(POLL_SECONDS)
+            told = stop[0] if stop else None  # what comes while leftovers are ended did not end the server
             drained = not ready or _drained(process, patience, stop)
             if left := end_group(process.pid):
                 logger.warning("moetier: killed, but the kernel does not let go of processes %s", left)
             code = process.poll()
     failure = _failure(request)
-    if stop:
+    if told is not None:
         if ready and failure:
             raise failure
         if not drained:
             raise ServerFailedError("the server was ended before its requests were: by a second signal, or out of time")
-        return stop[0] if ready else None
+        return told if ready else None
     if failure and not ready:
         failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
     if not failure:
