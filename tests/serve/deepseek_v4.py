@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from moetier.kernels.oracle import to_bf16
 from tests.plan import released
 from tests.serve.engine import ENVIRONMENT, IMPORTED, _result
 from tests.store.checkpoints import write_shards
@@ -84,7 +85,7 @@ def write(folder: Path) -> Path:
             around, spread = (1.0, 0.05) if "norm" in name else (0.0, 1.0 if name == "embed.weight" else 0.05)
             data = (around + spread * rng.standard_normal(shape)).astype(np.float32)
             if dtype != "F32":
-                dtype, data = "BF16", (data.view(np.uint32) >> 16).astype(np.uint16)
+                dtype, data = "BF16", to_bf16(data)
         made[name] = (dtype, tuple(shape), data)
     write_shards(folder, made)
     (folder / "config.json").write_text(json.dumps(CONFIG))

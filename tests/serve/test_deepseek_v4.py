@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetier.formats import RecordLayout
 from moetier.kernels import oracle
 from moetier.layer.recording import read_calls
 from moetier.store.build import build_store
@@ -77,16 +76,15 @@ def test_layer_calls_are_the_oracles(results: list[dict[str, Any]], folder: Path
     checked = dict.fromkeys(range(CONFIG["num_hidden_layers"]), 0)
     with Store.open(folder / "store") as store:
         geometry, family = store.manifest.layer_geometry, store.manifest.layer_family
-        layout = RecordLayout.of(geometry)
-        record = np.zeros(layout.stride, np.uint8)
+        record = np.empty(store.layout.stride, np.uint8)
         assert family.swiglu_limit == CONFIG["swiglu_limit"]
         for call in read_calls(folder / "calls"):
             if call.x.shape[0] > 3 or checked[call.layer] == 2:
                 continue
             matrices = {}
             for expert in np.unique(call.ids).tolist():
-                store.read_record(store.layer_index(call.layer), expert, record)
-                matrices[expert] = layout.unpack(record)
+                store.read_record(call.layer, expert, record)
+                matrices[expert] = store.layout.unpack(record)
             x = oracle.from_bf16(call.x)
             wanted = oracle.moe_layer(x, call.ids, call.weights, matrices, geometry.experts, family)
             assert np.array_equal(call.out, wanted)
