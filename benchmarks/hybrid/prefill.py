@@ -116,7 +116,8 @@ class Experts:
         """The layers, with nothing on the disk."""
         bed, end = self.bed, self.first_staging + staging
         nothing: Any = None
-        streamer = Streamer(bed.sizes, max(TOKENS), self.memory, range(self.first_staging, end), self.path, groups)
+        rooms, stride = range(self.first_staging, end), bed.layout.stride
+        streamer = Streamer(bed.sizes, max(TOKENS), self.memory, rooms, stride, self.path, groups)
         shared = Shared(self.planned, streamer, bed.kernel, bed.layout.stride, Lock(), Context())
         made: list[HybridLayer] = []
         for index in range(bed.count):

@@ -71,7 +71,9 @@ class Bench:
         rooms = self.rooms
         self.slots = torch.zeros((4 + staging, stride), dtype=torch.uint8)
         self.device: Any = CpuDevice(self.kernel)
-        self.streamer = Streamer(self.device.sizes, TOKENS, self.slots, range(4, 4 + staging), self.device, groups)
+        self.streamer = Streamer(
+            self.device.sizes, TOKENS, self.slots, range(4, 4 + staging), stride, self.device, groups
+        )
         self.layers = [self._layer(index, records, rooms, stride) for index in range(2)]
         self.layers[0].following = self.layers[1]
         self.everywhere = []

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moetier.residency.link import copy_to_device
+
 ABSENT = -1
 
 
@@ -89,25 +91,21 @@ class DeviceSlots:
         return np.flatnonzero((self.mirror != ABSENT) & ~self._fixed).astype(np.int32)
 
     def fill(self, expert: int, record: torch.Tensor) -> int:
-        """Start copying `record` (uint8, up to stride bytes, pinned) into a free slot beside compute; its number.
+        """Start copying `record` into a free slot beside compute; the slot's number.
 
-        The bytes of `record` must stay as they are until `publish` names the expert.
+        record: uint8, contiguous, up to stride bytes, pinned, which stay as they are until `publish` names the expert.
         """
         assert self._free, "no free slot: retire a spare expert first"
         assert self.mirror[expert] == ABSENT, f"expert {expert} has a slot already"
         assert all(filling.expert != expert for filling in self._filling.values()), f"expert {expert} is on its way"
         slot = self._free.pop()
         used = self._last_use.pop(slot, None)
-        if self._stream is None:
-            self.slots[slot, : record.numel()].copy_(record)
-            self._filling[slot] = Filling(expert, None)
-        else:
-            with torch.cuda.stream(self._stream):
-                if used is not None:
-                    self._stream.wait_event(used)
-                self.slots[slot, : record.numel()].copy_(record, non_blocking=True)
-                done = _event(self._stream)
-            self._filling[slot] = Filling(expert, done)
+        if self._stream is not None and used is not None:
+            self._stream.wait_event(used)
+        assert record.numel() <= self.slots.shape[1], "a record longer than a slot"
+        target = self.slots.data_ptr() + slot * self.slots.stride(0)
+        copy_to_device(target, record.data_ptr(), record.numel(), self._stream)
+        self._filling[slot] = Filling(expert, None if self._stream is None else _event(self._stream))
         return slot
 
     def publish(self, wait: bool = False) -> list[int]:

@@ -101,15 +101,39 @@ def cached_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> byt
 
 
 class Kernel:
-    """One loaded kernel. `dependent` launches may start before the previous kernel of the stream has ended."""
+    """One loaded kernel. `dependent` launches may start before the previous kernel of the stream has ended.
 
-    def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
+    Launched by one thread at a time.
+    """
+
+    def __init__(self, function: Any, threads: int, shared_bytes: int, device: int) -> None:
+        """device: its index."""
         from cuda.bindings import driver
 
         self._driver, self._function, self.threads, self.shared_bytes = driver, function, threads, shared_bytes
-        self._early_start = torch.cuda.get_device_capability() >= (9, 0)  # older devices know no dependent launches
+        self._device = device
+        self._early_start = torch.cuda.get_device_capability(device) >= (9, 0)  # older devices know no such launches
+        self._config = cache(self._make_config)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"asking for {shared_bytes} B shared memory")
+
+    def _make_config(self, dependent: bool, together: bool) -> Any:
+        """What launches of one kind have in common."""
+        driver, attributes = self._driver, []
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        if dependent and self._early_start:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if together:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
 
     def launch(
         self,
@@ -124,24 +148,10 @@ class Kernel:
         shared_bytes: dynamic shared memory where it is less than the most that was asked for. together: all blocks run
         at once, whatever else is on the device, so that they may wait for each other.
         """
-        driver = self._driver
-        config = driver.CUlaunchConfig()
+        driver, config = self._driver, self._config(dependent, together)
         config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], grid[2] if len(grid) > 2 else 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
-        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        attributes = []
-        if dependent and self._early_start:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        if together:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = 1
-            attributes.append(attribute)
-        config.attrs, config.numAttrs = attributes, len(attributes)
+        config.hStream = driver.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
         values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in arguments)
         types = tuple(ctypes.c_int64 if isinstance(a, int) else ctypes.c_void_p for a in arguments)
         _ok(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "launching a kernel")
@@ -167,6 +177,6 @@ def load(
     index = device.index if device.index is not None else torch.cuda.current_device()
     module, _ = _module(source, tuple(sorted(macros.items())), architecture(device), index)
     return {
-        name: Kernel(_ok(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}"), *sizes)
+        name: Kernel(_ok(driver.cuModuleGetFunction(module, name.encode()), f"finding {name}"), *sizes, index)
         for name, sizes in kernels.items()
     }

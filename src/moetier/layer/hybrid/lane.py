@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from moetier.residency.link import copy_to_device
 
 Mark = torch.cuda.Event | None
 """A point of a stream; None where everything before it is done already."""
@@ -14,26 +14,13 @@ class Lane:
     """Copies to `device`, in the order they are asked for, ordered against compute by marks."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._index = -1 if self._stream is None else self._stream.device_index
+        """As a number, the device's current stream is found several times faster."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`source`, in memory that the device can read, stays as it is until a mark that comes after."""
-        if self._stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
-    def upload(self, values: NDArray[np.int32]) -> torch.Tensor:
-        """A small array that compute will use."""
-        tensor = torch.from_numpy(values)
-        if self._stream is None:
-            return tensor.clone()
-        with torch.cuda.stream(self._stream):
-            there = tensor.pin_memory().to(self._device, non_blocking=True)
-        there.record_stream(torch.cuda.current_stream(self._device))
-        return there
+    def copy(self, target: int, source: int, size: int) -> None:
+        """`size` bytes between addresses; those at `source` stay as they are until a mark that comes after."""
+        copy_to_device(target, source, size, self._stream)
 
     def after(self, mark: Mark) -> None:
         """What is copied from now on waits for `mark` of the computing stream."""
@@ -51,9 +38,9 @@ class Lane:
 
     def compute_mark(self) -> Mark:
         """Behind what the current stream was given so far."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        return None if self._stream is None else torch.cuda.current_stream(self._index).record_event()
 
     def compute_after(self, mark: Mark) -> None:
         """What the current stream is given from now on waits for `mark`."""
         if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
+            torch.cuda.current_stream(self._index).wait_event(mark)

@@ -117,8 +117,7 @@ class HybridLayer:
             likely = (self.slots.mirror == ABSENT) & (self.tier.addresses != 0) & (self._last > 0)
             hottest = np.argsort(-self._last, kind="stable")
             experts = hottest[likely[hottest]][: streamer.room].tolist()
-            records = [self.record_at(int(self.tier.addresses[expert])) for expert in experts]
-            streamer.ahead(self.index, list(zip(experts, records, strict=True)))
+            streamer.ahead(self.index, list(zip(experts, self.tier.addresses[experts].tolist(), strict=True)))
 
     @property
     def all_in_memory(self) -> bool:
@@ -166,11 +165,6 @@ class HybridLayer:
     def record_bytes(self) -> int:
         """Of a record, this rank's part."""
         return self._shared.bytes
-
-    def record_in_dram(self, expert: int) -> torch.Tensor | None:
-        """The record's bytes, uint8 [stride], or None where DRAM does not hold it. They stay while `lock` is held."""
-        address = int(self.tier.addresses[expert])
-        return self.record_at(address) if address else None
 
     def record_at(self, address: int) -> torch.Tensor:
         """The bytes of a record (this rank's part) at a host address, uint8."""
@@ -243,14 +237,10 @@ class _Records:
         self.read = 0
         """Records that came from disk."""
 
-    def records(self, experts: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, object]]:
-        absent = []
-        for expert in experts:
-            record = self._layer.record_in_dram(expert)
-            if record is None:
-                absent.append(expert)
-            else:
-                yield expert, record, None
+    def records(self, experts: Sequence[int]) -> Iterator[tuple[int, int, object]]:
+        addresses = self._layer.tier.addresses[list(experts)].tolist()  # they stay while the layer's lock is held
+        yield from ((e, address, None) for e, address in zip(experts, addresses, strict=True) if address)
+        absent = [e for e, address in zip(experts, addresses, strict=True) if not address]
         fetcher = self._layer._fetcher
         while absent or self._reads:
             while absent and (read := fetcher.start(absent[0], self._pinned)):
@@ -264,7 +254,7 @@ class _Records:
             read.future.result()
             self._reads.remove(read)
             self.read += 1
-            yield read.expert, self._layer.record_at(read.address), read
+            yield read.expert, read.address, read
 
     def copied(self, token: object, done: Mark) -> None:
         if isinstance(token, Read):

@@ -96,7 +96,8 @@ class HybridModel:
         self.path = HybridPath(sizes, plan.tokens, self.slots, staging, self._bytes, ALL_CPU, patience_seconds)
         streamer = None
         if len(staging) >= 2:
-            streamer = Streamer(sizes, max_tokens, self.slots, staging, CudaPath(sizes, max_tokens, device))
+            many = CudaPath(sizes, max_tokens, device)
+            streamer = Streamer(sizes, max_tokens, self.slots, staging, self._bytes, many)
         self._lock = threading.Lock()
         self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock, tiers.context)
         self._registered = Registered()

@@ -131,9 +131,9 @@ class Refiller:
             for swap in swaps:
                 if swap.victim is not None:
                     slots.retire(swap.victim)
-                record = layer.record_in_dram(swap.expert)
-                assert record is not None, "a record left DRAM while nobody else may move records"
-                slots.fill(swap.expert, record)
+                address = int(layer.tier.addresses[swap.expert])
+                assert address, "a record left DRAM while nobody else may move records"
+                slots.fill(swap.expert, layer.record_at(address))
                 layer.busy.add(swap.expert)
         finally:
             lock.release()

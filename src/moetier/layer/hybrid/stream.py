@@ -10,7 +10,7 @@ The host drives all this, so such a call cannot be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -28,8 +28,8 @@ GROUPS = 4
 class Source(Protocol):
     """Where the records of one layer come from."""
 
-    def records(self, experts: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, object]]:
-        """Each expert with its record, uint8 [stride], in any order, and a token (or None) that `copied` takes back."""
+    def records(self, experts: Sequence[int]) -> Iterator[tuple[int, int, object]]:
+        """Each expert with its record's address, in any order, and a token (or None) that `copied` takes back."""
 
     def copied(self, token: object, done: Mark) -> None:
         """The copy of the record ends at `done`: its bytes must stay until then."""
@@ -68,6 +68,38 @@ class Started:
         return found
 
 
+class Tables:
+    """Slot tables of the rounds that a ring of groups holds, on the device, sent there on the lane.
+
+    A group's table is free when its slots are. The host writes each into a row of its own, which it takes again after
+    SENT rings, when the copy from it has mostly ended long ago.
+    """
+
+    SENT = 4
+
+    def __init__(self, groups: int, experts: int, device: torch.device, lane: Lane) -> None:
+        self._there = torch.full((groups, experts), -1, dtype=torch.int32, device=device)
+        rows = torch.full((self.SENT * groups, experts), -1, dtype=torch.int32)
+        self._rows = rows.pin_memory() if device.type == "cuda" else rows
+        self._written: NDArray[np.int32] = self._rows.numpy()
+        self._sent: list[Mark] = [None] * len(rows)
+        self._turn, self._lane = 0, lane
+
+    def send(self, group: int, slots: Mapping[int, int]) -> torch.Tensor:
+        """The table of a group, int32 [experts] on the device: slots of experts, -1 for all others."""
+        row = self._turn
+        self._turn = (row + 1) % len(self._sent)
+        if (sent := self._sent[row]) is not None:
+            sent.synchronize()
+        written = self._written[row]
+        written[:] = -1
+        written[list(slots)] = list(slots.values())
+        there = self._there[group]
+        self._lane.copy(there.data_ptr(), written.ctypes.data, written.nbytes)
+        self._sent[row] = self._lane.mark()
+        return there
+
+
 class Streamer:
     """Calls of up to `max_tokens` tokens over the slots of all layers, `staging` of them for records on their way.
 
@@ -80,17 +112,20 @@ class Streamer:
         max_tokens: int,
         slots: torch.Tensor,
         staging: range,
+        record_bytes: int,
         path: DevicePath,
         groups: int = GROUPS,
     ) -> None:
-        """path: kernels for calls of that many tokens."""
+        """record_bytes: of a record, up to a slot's stride. path: kernels for calls of that many tokens."""
         assert len(staging) >= 2, "streaming wants two staging slots at least"
+        assert record_bytes <= slots.shape[1], "a record longer than a slot"
         g, device = sizes.geometry, slots.device
         number = min(groups, len(staging))
         size = len(staging) // number
         self._groups = [staging[i * size : (i + 1) * size] for i in range(number)]
-        self._slots, self._experts, self.max_tokens, self.path = slots, g.experts, max_tokens, path
+        self._slots, self._bytes, self.max_tokens, self.path = slots, record_bytes, max_tokens, path
         self._lane = Lane(device)
+        self._tables = Tables(number, g.experts, device, self._lane)
         self._free: list[Mark] = [None] * number
         self._turn = 0
         self._coming: list[Round] = []
@@ -107,8 +142,8 @@ class Streamer:
         """Records that `ahead` can take."""
         return sum(map(len, self._groups))
 
-    def ahead(self, layer: int, records: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Start copying records for the next call, which will be of `layer`; at most `room`.
+    def ahead(self, layer: int, records: Sequence[tuple[int, int]]) -> None:
+        """Start copying records for the next call, which will be of `layer`: experts and addresses, at most `room`.
 
         They lie in memory that the device can read and stay as they are until that call, or `forget`.
         """
@@ -119,7 +154,7 @@ class Streamer:
         self._layer = layer
         size = len(self._groups[0])
         for start in range(0, len(records), size):
-            self._coming.append(self._fill((expert, record, None) for expert, record in records[start : start + size]))
+            self._coming.append(self._fill((expert, at, None) for expert, at in records[start : start + size]))
 
     def forget(self) -> None:
         """Nothing is for a coming call; what the current stream is given from now on may use the staging slots."""
@@ -172,21 +207,21 @@ class Streamer:
 
     def _fill(
         self,
-        records: Iterable[tuple[int, torch.Tensor, object]],
+        records: Iterable[tuple[int, int, object]],
         copied: Callable[[object, Mark], None] = lambda token, done: None,
     ) -> Round:
         """Start the copies of up to a group of records into the next group of the ring."""
-        group, experts = self._turn, []
+        group, there = self._turn, dict[int, int]()
         self._turn = (group + 1) % len(self._groups)
-        table: NDArray[np.int32] = np.full(self._experts, -1, np.int32)
         self._lane.after(self._free[group])
-        for slot, (expert, record, token) in zip(self._groups[group], records, strict=False):
-            self._lane.copy(self._slots[slot, : record.numel()], record)
+        first, stride = self._slots.data_ptr(), self._slots.stride(0)
+        for slot, (expert, address, token) in zip(self._groups[group], records, strict=False):
+            self._lane.copy(first + slot * stride, address, self._bytes)
             if token is not None:
                 copied(token, self._lane.mark())
-            table[expert] = slot
-            experts.append(expert)
-        return Round(tuple(experts), group, self._lane.upload(table), self._lane.mark())
+            there[expert] = slot
+        table = self._tables.send(group, there)
+        return Round(tuple(there), group, table, self._lane.mark())
 
     def _compute(self, call: Call, one: Round) -> None:
         self._lane.compute_after(one.arrived)
