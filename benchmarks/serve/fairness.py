@@ -43,8 +43,8 @@ BEFORE, AFTER = 40, 20
 """Tokens of each stream before the prompt comes, and after its first token."""
 LONGEST = 1500
 """Tokens of a stream, if nobody stops it."""
-PILED_UP = 0.05
-"""Share of the client's gaps that may be shorter than a quarter of a usual step: of tokens that came together."""
+BEAT = 0.001
+"""Seconds that the client sleeps again and again: by how much one was longer, so late it may have seen a token."""
 
 
 def main() -> int:
@@ -136,7 +136,7 @@ class Bench:
     def _round(self, streams: int) -> Round:
         offset = self.log.stat().st_size if self.log.exists() else 0
         cpu, began = self._foreign(), time.perf_counter()
-        running, long, entered = asyncio.run(self._measure(streams))
+        running, long, entered, late = asyncio.run(self._measure(streams))
         foreign = (self._foreign() - cpu) / (time.perf_counter() - began)
         time.sleep(0.3)  # until the engine has heard that the streams are gone
         steps, first = engine.read(self.log, offset), long.times[0]
@@ -150,11 +150,11 @@ class Bench:
             entering=held,
             chunks_between=engine.most_between(steps, long.name, "short"),
             ttft=first - entered,
-            reason=self._reason(running, first, sum(step.of(long.name) for step in held), foreign, client, usual),
+            reason=self._reason(running, first, sum(step.of(long.name) for step in held), foreign, late, usual),
         )
 
     def _reason(
-        self, running: Sequence[Stream], first: float, seen: int, foreign: float, client: list[float], usual: float
+        self, running: Sequence[Stream], first: float, seen: int, foreign: float, late: float, usual: float
     ) -> str:
         if seen != self.prompt:
             return f"the engine computed {seen} of the prompt's {self.prompt} tokens"
@@ -162,24 +162,26 @@ class Bench:
             return "a stream ended before the prompt was in"
         if foreign > self.most_foreign:
             return f"other processes used {foreign:.2f} CPUs"
-        together = sum(gap < 0.25 * usual for gap in client)
-        if together > PILED_UP * len(client):
-            return f"{together} of {len(client)} tokens came to the client together: it waited for a CPU itself"
+        if running and late > usual:
+            return f"the client itself was up to {1e3 * late:.1f} ms late, and a usual step takes {1e3 * usual:.1f}"
         return ""
 
-    async def _measure(self, streams: int) -> tuple[list[Stream], Stream, float]:
-        """The streams, the prompt, and when that was sent."""
+    async def _measure(self, streams: int) -> tuple[list[Stream], Stream, float, float]:
+        """The streams, the prompt, when that was sent, and how late the client was at most while it entered."""
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}/v1", timeout=600) as client:
             running = [Stream(client, self.model, f"short-{at}", 16, LONGEST) for at in range(streams)]
+            long = Stream(client, self.model, "long", self.prompt, 1)
             tasks = [asyncio.create_task(one.run()) for one in running]
             await reach(running, BEFORE)
-            entered, long = time.perf_counter(), Stream(client, self.model, "long", self.prompt, 1)
+            entered, heart = time.perf_counter(), Heart()
+            beating = asyncio.create_task(heart.beat())
             await long.run()
+            beating.cancel()
             await reach(running, max((len(one.times) for one in running), default=0) + AFTER)
             for one in running:
                 one.done = True
             await asyncio.gather(*tasks)
-        return running, long, entered
+        return running, long, entered, heart.late
 
     def _foreign(self) -> float:
         """CPU seconds of the machine that were neither the server's nor ours, since some moment."""
@@ -190,20 +192,34 @@ class Bench:
         return float(whole - sum(one.user + one.system for one in own))
 
 
+class Heart:
+    """Shows how late this process sees what happens: because it has no CPU, or is busy with something else."""
+
+    def __init__(self) -> None:
+        self.late = 0.0
+
+    async def beat(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            slept = time.perf_counter()
+            await asyncio.sleep(BEAT)
+            self.late = max(self.late, time.perf_counter() - slept - BEAT)
+
+
 class Stream:
-    """One request: when each of its tokens came."""
+    """One request, written before it is timed: when each of its tokens came."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, name: str, prompt: int, tokens: int) -> None:
         self.times: list[float] = []
         self.done, self.name, self._client = False, name, client
         ids = [random.randrange(100, 4000) for _ in range(prompt)]
-        self._asked = {"model": model, "prompt": ids, "max_tokens": tokens, "temperature": 0}
-        self._asked |= {"stream": True, "ignore_eos": True}
+        asked = {"model": model, "prompt": ids, "max_tokens": tokens, "temperature": 0}
+        self._asked = json.dumps(asked | {"stream": True, "ignore_eos": True}).encode()
 
     async def run(self) -> None:
         """Until it has all its tokens, or `done` is set."""
-        name = {"X-Request-Id": self.name}
-        async with self._client.stream("POST", "/completions", json=self._asked, headers=name) as answer:
+        headers = {"X-Request-Id": self.name, "Content-Type": "application/json"}
+        async with self._client.stream("POST", "/completions", content=self._asked, headers=headers) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():  # not parsed: the client shares the CPUs with the server
                 if line.startswith("data: {"):
