@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from under_vllm import Bed
 
 RANKS, SLICES, CALLS, TOKENS = 2, 4, 12, (1, 3, 8, 32)
+STREAMS, ROUNDS, STEPS = (1, 8, 32), 5, 64
+"""Of speed: pairs of runs that differ by STEPS steps, ROUNDS of them."""
 ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 Report = Callable[[dict[str, Any]], None]
 
@@ -72,17 +75,23 @@ def against_oracle(store: Store, part: Part) -> dict[str, Any]:
 
 
 def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
-    """The same prompts with all experts in slots, and with some; counters of each rank come over its file."""
-    prompts = prompts_of(bed.model, 32)
-    runs = [{"prompts": prompts, "max_tokens": 32, "logprobs": 2}] * 2
-    runs += [{"prompts": prompts[:1], "max_tokens": 65}] * 2
-    placements: dict[str, dict[str, Any]] = {
-        "all resident": {"slots": bed.experts},
-        "25 %": {"slots": bed.slots(0.25)},
-        "12 %, a quarter in DRAM": {"slots": bed.slots(0.12), "dram_records": "25%"},
-    }
+    """The same prompts with all experts in slots, and with some; counters of each rank come over its file.
 
-    def start(settings: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    The first placement's tokens are those that all others of as many ranks must have; one rank is there for the speed.
+    """
+    prompts = prompts_of(bed.model, 32)
+    runs: list[dict[str, Any]] = [{"prompts": prompts, "max_tokens": 32, "logprobs": 2}]
+    for streams in STREAMS:
+        runs += [{"prompts": prompts[:streams], "max_tokens": n} for _ in range(ROUNDS) for n in (1, 1 + STEPS)]
+    placements: list[tuple[int, str, dict[str, Any]]] = [
+        (RANKS, "all resident", {"slots": bed.experts}),
+        (RANKS, "25 %", {"slots": bed.slots(0.25)}),
+        (1, "all resident", {"slots": bed.experts}),
+        (1, "25 %", {"slots": bed.slots(0.25)}),
+        (RANKS, "12 %, a quarter in DRAM", {"slots": bed.slots(0.12), "dram_records": "25%"}),
+    ]
+
+    def start(count: int, settings: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         with tempfile.TemporaryDirectory() as counters:
             common = {
                 "store": str(store),
@@ -94,7 +103,7 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
                 runs,
                 ENVIRONMENT,
                 model=str(bed.model),
-                tensor_parallel_size=RANKS,
+                tensor_parallel_size=count,
                 distributed_executor_backend="mp",
                 disable_custom_all_reduce=True,
                 kv_cache_memory_bytes=1 << 30,
@@ -105,29 +114,32 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
             )
             return found, read_snapshots(Path(counters))
 
-    failed, reference = False, None
+    failed, references = False, dict[int, dict[str, Any]]()
     with ThreadPoolExecutor(bed.arguments.at_once) as pool:
-        done = {name: pool.submit(start, settings) for name, settings in placements.items()}
-        for name, one in done.items():
+        done = [pool.submit(start, count, settings) for count, _, settings in placements]
+        for (count, name, _), one in zip(placements, done, strict=True):
             try:
                 found, snapshots = one.result()
             except RuntimeError as error:
-                show({"what": f"TP={RANKS}, {name}", "error": str(error)})
+                show({"what": f"TP={count}, {name}", "error": str(error)})
                 failed = True
                 continue
             run = found["runs"][0]
-            reference = reference or run
-            row: dict[str, Any] = {"what": f"TP={RANKS}, {name}"}
+            reference = references.setdefault(count, run)
+            row: dict[str, Any] = {"what": f"TP={count}, {name}"}
             for key in ("tokens", "logprobs"):
                 row[f"{key} differ"] = sum(a != b for a, b in zip(run[key], reference[key], strict=True))
                 failed |= bool(row[f"{key} differ"])
-            row["tok_s, 32 streams"] = 32 * 32 / found["runs"][1]["seconds"]
-            row["tok_s, 1 stream"] = 65 / found["runs"][3]["seconds"]
-            failed |= len(snapshots) != RANKS
+            for i, streams in enumerate(STREAMS):
+                took = [run["seconds"] for run in found["runs"][1 + 2 * ROUNDS * i :][: 2 * ROUNDS]]
+                steps = [(more - one) / STEPS for one, more in zip(took[::2], took[1::2], strict=True)]
+                row[f"decode_{streams}_tok_s"] = streams / statistics.median(steps)
+                row[f"decode_{streams}_step_ms"] = " ".join(f"{1e3 * step:.2f}" for step in sorted(steps))
+            failed |= len(snapshots) != count
             with Store.open(store) as opened:
                 geometry = opened.manifest.layer_geometry
             for snapshot in snapshots:
-                part = Part(geometry, snapshot.rank, RANKS)
+                part = Part(geometry, snapshot.rank, count)
                 row[f"rank {snapshot.rank}"] = {
                     "records read": snapshot.disk_reads,
                     "bytes": snapshot.disk_bytes,
