@@ -16,6 +16,7 @@ from engine import engine, prompts_of, tiered
 from moetier.formats import RecordLayout
 from moetier.kernels import oracle
 from moetier.kernels.gpu import DeviceExperts
+from moetier.machine import allowed_cpus, compute_cpus
 from moetier.residency import DiskReader, Part
 from moetier.residency.arena import Arena
 from moetier.serve.counting import read_snapshots
@@ -98,6 +99,7 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
                 "heat_file": f"{counters}/heat",
                 "dram_records": "100%",
                 "check_at_end": True,
+                "cpus": compute_cpus(allowed_cpus()),  # as `moetier serve` has it
             }
             found = engine(
                 runs,
