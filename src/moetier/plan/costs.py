@@ -14,6 +14,9 @@ from moetier.plan.hardware import Hardware, Known
 
 FOUR = "published rows of DeepSeek-V4.1-Flash on four 32 GB cards: "
 H200 = "measured on one H200: "
+UNCAPTURED = (
+    H200 + "prompts of 16 to 1,800 tokens through 5 and 8 layers under vLLM 0.26: 12 to 19 and 16 to 22 ms (25e4a8f)"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Engine:
     """Scheduling and launching a step on the host, while the device computes the one before: the least a step takes."""
     sequence: Known
     """What each running sequence adds to that: its tokens are scheduled, taken in and sent."""
+    launch: Known
+    """A layer of a prompt's step, for which there is no graph, on the host, while the device computes those before."""
     start: Known
     """From the command to the first answer, beside reading weights."""
 
@@ -45,16 +50,18 @@ ENGINES = {
         Known(0.5e-3, 0.4, "assumed: what asynchronous scheduling does not hide, and sampling"),
         Known(2.0e-3, 0.3, "measured: vLLM 0.26, one H200, 6 and 7 layers all in slots: 1 to 8 streams 2.2 to 3.1 ms"),
         Known(43e-6, 0.4, "measured: the same, 7 layers: 32 streams 3.8 ms, two runs (3a971ac, 6604d53)"),
+        Known(2.5e-3, 0.4, UNCAPTURED),
         Known(90.0, 0.5, "assumed: imports, profiling, compilation from a warm cache, graph capture"),
     ),
     "vllm-eager": Engine(
         "vllm-eager",
-        "assumed: every kernel launched from Python",
-        Known(500e-6, 0.5, "assumed: some 25 launches and their Python for each layer"),
+        "measured: every kernel launched from Python",
+        Known(2.5e-3, 0.4, UNCAPTURED),
         Known(40e-6, 0.5, "assumed"),
         Known(3e-3, 0.5, "assumed"),
         Known(0.0, 0.0, "launches are the layers' time"),
         Known(0.0, 0.0, "not counted beside them"),
+        Known(0.0, 0.0, "launches are the layers' time"),
         Known(60.0, 0.5, "assumed: imports and profiling"),
     ),
     "vllm-cpu": Engine(
@@ -64,6 +71,7 @@ ENGINES = {
         Known(0.0, 0.0, "one rank"),
         Known(5e-3, 0.5, "assumed"),
         Known(0.0, 0.0, "nothing overlaps"),
+        Known(0.0, 0.0, "a part of the layers' time"),
         Known(0.0, 0.0, "a part of the layers' time"),
         Known(40.0, 0.5, "assumed: imports and warm-up"),
     ),
@@ -117,6 +125,7 @@ class Costs:
     step: Known
     host: Known
     sequence: Known
+    launch: Known
     start: Known
     skew: Known
     dense_share: Known
@@ -180,6 +189,7 @@ def costs_of(hardware: Hardware, engine: Engine) -> Costs:
         step=engine.step,
         host=engine.host,
         sequence=engine.sequence,
+        launch=engine.launch,
         start=engine.start,
         **COMMON,
     )

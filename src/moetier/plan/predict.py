@@ -182,6 +182,7 @@ def chunk_parts(case: Case, costs: Costs, tokens: int, before: int = 0) -> dict[
         return {"arithmetic": arithmetic, "link": 0.0, "disk": cold / costs.disk_rate.value}
     on_device = g.moe_layers * device_seconds(g, costs, work.chances, tokens, p.ranks)
     return {
+        "launching": g.layers * costs.launch.value,
         "arithmetic": on_device + dense / (costs.dense_ops_share.value * costs.gpu_ops.value * p.ranks),
         "link": missed / min(costs.link_rate.value * p.ranks, costs.dram_rate.value),
         "disk": cold / costs.disk_rate.value,
@@ -189,12 +190,13 @@ def chunk_parts(case: Case, costs: Costs, tokens: int, before: int = 0) -> dict[
 
 
 def chunk_seconds(case: Case, costs: Costs, tokens: int, before: int = 0) -> float:
-    """The slower of arithmetic and tiers, what does not hide behind the other, and the engine's own."""
+    """The slower of arithmetic and tiers, what does not hide behind the other, and the engine's own; or launching."""
     parts = chunk_parts(case, costs, tokens, before)
     moved = max(parts["link"], parts["disk"]) + (1 - costs.overlap.value) * min(parts["link"], parts["disk"])
     reduced = 2 * costs.reduce.value if case.placement.ranks > 1 else 0.0
     beside: float = (parts["arithmetic"] ** EVEN + moved**EVEN) ** (1 / EVEN)
-    return beside + costs.step.value + case.geometry.layers * (costs.layer.value + reduced)
+    device = beside + case.geometry.layers * (costs.layer.value + reduced)
+    return costs.step.value + max(device, parts.get("launching", 0.0))
 
 
 def ttft(case: Case, costs: Costs, prompt: int) -> float:
