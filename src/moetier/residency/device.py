@@ -98,11 +98,13 @@ class DeviceSlots:
         assert self._free, "no free slot: retire a spare expert first"
         assert self.mirror[expert] == ABSENT, f"expert {expert} has a slot already"
         assert all(filling.expert != expert for filling in self._filling.values()), f"expert {expert} is on its way"
+        assert record.dtype == torch.uint8, "a record is bytes"
+        assert record.is_contiguous(), "the bytes of a record lie one after the other"
+        assert record.numel() <= self.slots.shape[1], "a record longer than a slot"
         slot = self._free.pop()
         used = self._last_use.pop(slot, None)
         if self._stream is not None and used is not None:
             self._stream.wait_event(used)
-        assert record.numel() <= self.slots.shape[1], "a record longer than a slot"
         target = self.slots.data_ptr() + slot * self.slots.stride(0)
         copy_to_device(target, record.data_ptr(), record.numel(), self._stream)
         self._filling[slot] = Filling(expert, None if self._stream is None else _event(self._stream))
