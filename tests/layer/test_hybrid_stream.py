@@ -3,121 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
 from moetier.errors import RecordReadError  # noqa: E402
-from moetier.kernels import oracle  # noqa: E402
-from moetier.kernels.cpu import CpuExperts, ThreadPool  # noqa: E402
-from moetier.kernels.gpu.base import Call, Sizes  # noqa: E402
-from moetier.kernels.gpu.hybrid import LayerTables  # noqa: E402
-from moetier.layer.context import Context  # noqa: E402
-from moetier.layer.counters import Counters  # noqa: E402
-from moetier.layer.fetch import Fetcher  # noqa: E402
-from moetier.layer.hybrid.layer import HybridLayer, Shared  # noqa: E402
-from moetier.layer.hybrid.stream import Streamer  # noqa: E402
+from moetier.layer.hybrid import stream  # noqa: E402
+from moetier.layer.hybrid.lane import Lane  # noqa: E402
+from moetier.layer.hybrid.stream import Streamer, Tables  # noqa: E402
 from moetier.layer.model import TieredModel  # noqa: E402
-from moetier.residency import DiskReader, DramTier, Lru  # noqa: E402
-from moetier.residency.device import ABSENT, DeviceSlots  # noqa: E402
-from moetier.residency.staging import Staging  # noqa: E402
+from moetier.residency.device import ABSENT  # noqa: E402
 from moetier.settings import Settings  # noqa: E402
 from moetier.store.build import build_store  # noqa: E402
 from moetier.store.checkpoint import Checkpoint  # noqa: E402
 from moetier.store.store import Store  # noqa: E402
+from tests.layer.late import LateLane, Streams  # noqa: E402
+from tests.layer.stream_bench import TOKENS, Bench  # noqa: E402
 from tests.store.checkpoints import write_checkpoint  # noqa: E402
 
-EXPERTS, TOKENS = 12, 40
-
-
-class CpuDevice:
-    """What a device path does, by the CPU's kernel; records are where the call's table says, and nowhere else."""
-
-    def __init__(self, kernel: CpuExperts) -> None:
-        self.kernel, self.sizes = kernel, Sizes(kernel.geometry, kernel.family)
-
-    def rows(self, call: Call) -> None:
-        table, g = call.slot_table.numpy(), self.sizes.geometry
-        addresses = np.zeros(g.experts, np.uint64)
-        for expert in np.flatnonzero(table != ABSENT):
-            addresses[expert] = call.slots[int(table[expert])].data_ptr()
-        x, ids, weights = call.x.view(torch.int16).numpy().view(np.uint16), call.ids.numpy(), call.weights.numpy()
-        self.kernel.rows(x, ids, weights, addresses, call.rows.numpy())
-
-    def combine(self, call: Call, out: torch.Tensor) -> None:
-        ids, rows, weights = call.ids.numpy(), call.rows.numpy(), call.weights.numpy()
-        acc = np.zeros(call.x.shape, np.float32)
-        order = np.argsort(ids, axis=1, kind="stable")
-        for token, k in ((t, k) for t in range(ids.shape[0]) for k in order[t]):
-            if 0 <= ids[token, k] < self.sizes.geometry.experts:
-                acc[token] += oracle.flush(rows[token, k] * weights[token, k])
-        out.view(torch.int16).numpy().view(np.uint16)[:] = oracle.to_bf16(acc)
-
-
-class Bench:
-    """Two layers over a store; of each, experts 0 and 1 have slots and `records` are in DRAM."""
-
-    def __init__(self, store: Store, records: int, staging: int, groups: int = 4) -> None:
-        self.store, self.geometry, stride = store, store.manifest.layer_geometry, store.layout.stride
-        g, self.pool = self.geometry, ThreadPool(1)
-        self.kernel = CpuExperts(g, store.manifest.layer_family, self.pool, max_tokens=TOKENS)
-        self.reader, self.rooms = DiskReader(store, 2), Staging(2, stride)
-        rooms = self.rooms
-        self.slots = torch.zeros((4 + staging, stride), dtype=torch.uint8)
-        self.device: Any = CpuDevice(self.kernel)
-        self.streamer = Streamer(
-            self.device.sizes, TOKENS, self.slots, range(4, 4 + staging), stride, self.device, groups
-        )
-        self.layers = [self._layer(index, records, rooms, stride) for index in range(2)]
-        self.layers[0].following = self.layers[1]
-        self.everywhere = []
-        for index in range(2):
-            every = torch.zeros((g.experts, stride), dtype=torch.uint8)
-            for expert in range(g.experts):
-                self.reader.read(index, expert, rooms.view(0))
-                every[expert] = torch.from_numpy(rooms.view(0))
-            self.everywhere.append(every)
-
-    def _layer(self, index: int, records: int, rooms: Staging, stride: int) -> HybridLayer:
-        g = self.geometry
-        tier = DramTier(g.experts, records, stride, Lru(g.experts))
-        slots = DeviceSlots(g.experts, [0, 1], self.slots[2 * index : 2 * index + 2], first=2 * index)
-        nothing: Any = None
-        shared = Shared(self.device, self.streamer, self.kernel, stride, Lock(), Context())
-        tables = LayerTables(index, slots.table, nothing, nothing, nothing)
-        layer = HybridLayer(tables, slots, Fetcher(index, tier, rooms, self.reader), shared, Counters())
-        for expert in (0, 1):
-            self.reader.read(index, expert, rooms.view(0))
-            slots.fill(expert, torch.from_numpy(rooms.view(0)))
-        slots.publish()
-        layer._fetcher.load(np.arange(2, 2 + records, dtype=np.int32))
-        return layer
-
-    def call(self, seed: int, experts: Sequence[int], tokens: int = TOKENS) -> tuple[torch.Tensor, ...]:
-        """x, ids and weights of a call to these experts, with some ids outside the layer."""
-        g, rng = self.geometry, np.random.default_rng(seed)
-        ids = rng.choice([*experts, -1, g.experts], (tokens, g.top_k)).astype(np.int32)
-        ids.ravel()[: len(experts)] = experts
-        x = torch.from_numpy(rng.standard_normal((tokens, g.hidden), np.float32)).bfloat16()
-        return x, torch.from_numpy(ids), torch.from_numpy(rng.random((tokens, g.top_k), np.float32))
-
-    def expected(self, layer: int, call: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        x, ids, weights = call
-        rows = torch.zeros((*ids.shape, self.geometry.hidden))
-        table = torch.arange(self.geometry.experts, dtype=torch.int32)
-        whole, out = Call(x, ids, weights, table, self.everywhere[layer], rows), torch.empty_like(x)
-        self.device.rows(whole)
-        self.device.combine(whole, out)
-        return out.view(torch.int16)
-
-    def found(self, layer: int, call: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self.layers[layer].stream(*call, torch.full_like(call[0], 7)).view(torch.int16)
+EXPERTS = 12
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +40,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def benches(store: Store) -> Iterator[Any]:
     made: list[Bench] = []
 
-    def make(*sizes: int) -> Bench:
-        made.append(Bench(store, *sizes))
+    def make(*sizes: int, **options: Any) -> Bench:
+        made.append(Bench(store, *sizes, **options))
         return made[-1]
 
     yield make
@@ -231,6 +139,86 @@ def test_a_record_that_cannot_be_read_ends_the_call_and_leaves_nothing_behind(st
         finally:
             bench.reader.close()
             bench.pool.close()
+
+
+@pytest.fixture(params=[(0, 0), (0, 1), (1, 0), (1, 1), (0.7, 0.7)], ids="copies {0[0]}, compute {0[1]}".format)
+def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Of all benches; from such that run at once when they may to such that only run when somebody waits."""
+    made = Streams(*request.param)
+    monkeypatch.setattr(stream, "Lane", lambda device: LateLane(made))
+    return made
+
+
+@pytest.mark.parametrize(("records", "staging", "groups"), [(10, 2, 2), (10, 5, 1), (10, 9, 4), (3, 4, 4), (0, 6, 2)])
+def test_no_order_that_streams_may_take_changes_a_bit(
+    benches: Any, streams: Streams, records: int, staging: int, groups: int
+) -> None:
+    bench, results = benches(records, staging, groups, streams=streams), []
+    for seed in range(4):
+        for layer in range(2):
+            call = bench.call(seed, ALL[seed:])
+            if seed:
+                bench.layers[layer].stream_ahead(TOKENS)
+            results.append((bench.found(layer, call), bench.expected(layer, call)))
+    streams.finish()
+    assert all(torch.equal(found, expected) for found, expected in results)
+
+
+def test_a_planned_step_between_calls_has_the_staging_slots_to_itself(benches: Any, streams: Streams) -> None:
+    bench, results = benches(10, 6, 3, streams=streams), []
+    for seed in range(6):
+        bench.layers[0].stream_ahead(TOKENS)
+        bench.streamer.forget()
+        bench.device.planned_step()
+        call = bench.call(seed, ALL)
+        if seed % 2:
+            bench.layers[1].stream_ahead(TOKENS)
+        results.append((bench.found(1, call), bench.expected(1, call)))
+    streams.finish()
+    assert bench.device.undisturbed
+    assert all(torch.equal(found, expected) for found, expected in results)
+
+
+def test_a_step_after_a_call_that_failed_has_the_staging_slots_to_itself(
+    store: Store, tmp_path: Path, streams: Streams
+) -> None:
+    shutil.copytree(store.path, tmp_path / "store")
+    with Store.open(tmp_path / "store") as copy:
+        bench = Bench(copy, records=3, staging=4, groups=2, streams=streams)
+        try:
+            with copy.record_file(0).open("r+b") as file:
+                file.seek(copy.offset(5))
+                file.write(bytes(100))
+            with pytest.raises(RecordReadError):  # of the second record of a round, the first of which is in DRAM
+                bench.found(0, bench.call(8, [2, 3, 4, 5]))
+            bench.streamer.forget()
+            bench.device.planned_step()
+            streams.finish()
+            assert bench.device.undisturbed
+        finally:
+            bench.reader.close()
+            bench.pool.close()
+
+
+def test_a_table_has_the_slots_of_its_round_and_leaves_other_groups_alone() -> None:
+    cpu = torch.device("cpu")
+    tables, held = Tables(3, 7, cpu, Lane(cpu)), {}
+    for turn in range(5 * 3 * Tables.SENT):
+        slots = {(turn + i) % 7: 40 + turn + i for i in range(turn % 4)}
+        held[turn % 3] = tables.send(turn % 3, slots), [slots.get(expert, ABSENT) for expert in range(7)]
+        assert all(table.tolist() == expected for table, expected in held.values())
+
+
+def test_records_shorter_than_a_slot_leave_the_bytes_behind_them(benches: Any) -> None:
+    bench, short = benches(10, 4, 2), 100
+    size = bench.slots.shape[1] - short
+    streamer = Streamer(bench.device.sizes, TOKENS, bench.slots, range(4, 8), size, bench.device, 2)
+    bench.slots[:] = 0xA5
+    streamer.ahead(1, [(expert, int(bench.layers[1].tier.addresses[expert])) for expert in (2, 7, 4)])
+    assert torch.equal(bench.slots[4:7, :size], bench.everywhere[1][[2, 7, 4], :size])
+    assert bool((bench.slots[4:7, size:] == 0xA5).all())
+    assert bool((bench.slots[:4] == 0xA5).all())
+    assert bool((bench.slots[7:] == 0xA5).all())
 
 
 def test_a_layer_beyond_the_model_s_own_is_a_drafter_s(tmp_path: Path) -> None:
