@@ -167,20 +167,22 @@ class Bench:
         return ""
 
     async def _measure(self, streams: int) -> tuple[list[Stream], Stream, float, float]:
-        """The streams, the prompt, when that was sent, and how late the client was at most while it entered."""
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}/v1", timeout=600) as client:
+        """The streams, the prompt, when that was sent, and how late the client was at most in a gap that counts."""
+        base = f"http://127.0.0.1:{self.port}/v1"
+        async with httpx.AsyncClient(base_url=base, timeout=600) as client, asyncio.TaskGroup() as tasks:
             running = [Stream(client, self.model, f"short-{at}", 16, LONGEST) for at in range(streams)]
-            long = Stream(client, self.model, "long", self.prompt, 1)
-            tasks = [asyncio.create_task(one.run()) for one in running]
+            long, heart = Stream(client, self.model, "long", self.prompt, 1), Heart()
+            for one in running:
+                tasks.create_task(one.run())
+            beating = tasks.create_task(heart.beat())
             await reach(running, BEFORE)
-            entered, heart = time.perf_counter(), Heart()
-            beating = asyncio.create_task(heart.beat())
+            entered, heart.late = time.perf_counter(), 0.0
             await long.run()
+            await reach(running, 1 + most_tokens(running))  # the last gaps end behind the prompt's first token
             beating.cancel()
-            await reach(running, max((len(one.times) for one in running), default=0) + AFTER)
+            await reach(running, AFTER + most_tokens(running))
             for one in running:
                 one.done = True
-            await asyncio.gather(*tasks)
         return running, long, entered, heart.late
 
     def _foreign(self) -> float:
@@ -202,8 +204,10 @@ class Heart:
         """Until it is cancelled."""
         while True:
             slept = time.perf_counter()
-            await asyncio.sleep(BEAT)
-            self.late = max(self.late, time.perf_counter() - slept - BEAT)
+            try:
+                await asyncio.sleep(BEAT)
+            finally:  # cancelled or not
+                self.late = max(self.late, time.perf_counter() - slept - BEAT)
 
 
 class Stream:
@@ -226,11 +230,17 @@ class Stream:
                     self.times.append(time.perf_counter())
                 if self.done:
                     return
+        self.done = True
+
+
+def most_tokens(running: Sequence[Stream]) -> int:
+    """That a stream has by now."""
+    return max((len(one.times) for one in running), default=0)
 
 
 async def reach(running: Sequence[Stream], tokens: int) -> None:
-    """Wait until every stream has so many tokens, or all it may have."""
-    while running and min(len(one.times) for one in running) < min(tokens, LONGEST):
+    """Wait until every stream has so many tokens, or all that it gets."""
+    while any(len(one.times) < tokens and not one.done for one in running):
         await asyncio.sleep(0.005)
 
 
