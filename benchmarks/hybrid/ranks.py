@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +78,7 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
     """The same prompts with all experts in slots, and with some; counters of each rank come over its file.
 
     The first placement's tokens are those that all others of as many ranks must have; one rank is there for the speed.
+    One engine after the other, for each measures at its start what a miss costs.
     """
     prompts = prompts_of(bed.model, 32)
     runs: list[dict[str, Any]] = [{"prompts": prompts, "max_tokens": 32, "logprobs": 2}]
@@ -117,38 +117,36 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
             return found, read_snapshots(Path(counters))
 
     failed, references = False, dict[int, dict[str, Any]]()
-    with ThreadPoolExecutor(bed.arguments.at_once) as pool:
-        done = [pool.submit(start, count, settings) for count, _, settings in placements]
-        for (count, name, _), one in zip(placements, done, strict=True):
-            try:
-                found, snapshots = one.result()
-            except RuntimeError as error:
-                show({"what": f"TP={count}, {name}", "error": str(error)})
-                failed = True
-                continue
-            run = found["runs"][0]
-            reference = references.setdefault(count, run)
-            row: dict[str, Any] = {"what": f"TP={count}, {name}"}
-            for key in ("tokens", "logprobs"):
-                row[f"{key} differ"] = sum(a != b for a, b in zip(run[key], reference[key], strict=True))
-                failed |= bool(row[f"{key} differ"])
-            for i, streams in enumerate(STREAMS):
-                took = [run["seconds"] for run in found["runs"][1 + 2 * ROUNDS * i :][: 2 * ROUNDS]]
-                steps = [(more - one) / STEPS for one, more in zip(took[::2], took[1::2], strict=True)]
-                row[f"decode_{streams}_tok_s"] = streams / statistics.median(steps)
-                row[f"decode_{streams}_step_ms"] = " ".join(f"{1e3 * step:.2f}" for step in sorted(steps))
-            failed |= len(snapshots) != count
-            with Store.open(store) as opened:
-                geometry = opened.manifest.layer_geometry
-            for snapshot in snapshots:
-                part = Part(geometry, snapshot.rank, count)
-                row[f"rank {snapshot.rank}"] = {
-                    "records read": snapshot.disk_reads,
-                    "bytes": snapshot.disk_bytes,
-                    "of whole records": snapshot.disk_bytes / max(1, snapshot.disk_reads * part.layout.stride),
-                    "misses": snapshot.total.misses,
-                    "slot fills": snapshot.total.slot_fills,
-                }
-                failed |= snapshot.disk_bytes != snapshot.disk_reads * part.room
-            show(row | {"start_s": found["start_s"], "log": found["log"]})
+    for count, name, settings in placements:
+        try:
+            found, snapshots = start(count, settings)
+        except RuntimeError as error:
+            show({"what": f"TP={count}, {name}", "error": str(error)})
+            failed = True
+            continue
+        run = found["runs"][0]
+        reference = references.setdefault(count, run)
+        row: dict[str, Any] = {"what": f"TP={count}, {name}"}
+        for key in ("tokens", "logprobs"):
+            row[f"{key} differ"] = sum(a != b for a, b in zip(run[key], reference[key], strict=True))
+            failed |= bool(row[f"{key} differ"])
+        for i, streams in enumerate(STREAMS):
+            took = [run["seconds"] for run in found["runs"][1 + 2 * ROUNDS * i :][: 2 * ROUNDS]]
+            steps = [(more - one) / STEPS for one, more in zip(took[::2], took[1::2], strict=True)]
+            row[f"decode_{streams}_tok_s"] = streams / statistics.median(steps)
+            row[f"decode_{streams}_step_ms"] = " ".join(f"{1e3 * step:.2f}" for step in sorted(steps))
+        failed |= len(snapshots) != count
+        with Store.open(store) as opened:
+            geometry = opened.manifest.layer_geometry
+        for snapshot in snapshots:
+            part = Part(geometry, snapshot.rank, count)
+            row[f"rank {snapshot.rank}"] = {
+                "records read": snapshot.disk_reads,
+                "bytes": snapshot.disk_bytes,
+                "of whole records": snapshot.disk_bytes / max(1, snapshot.disk_reads * part.layout.stride),
+                "misses": snapshot.total.misses,
+                "slot fills": snapshot.total.slot_fills,
+            }
+            failed |= snapshot.disk_bytes != snapshot.disk_reads * part.room
+        show(row | {"start_s": found["start_s"], "log": found["log"]})
     return failed
