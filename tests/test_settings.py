@@ -94,3 +94,24 @@ def test_spare_slots(slots: int, spare: int | None, expected: int) -> None:
 def test_slots_that_are_no_number_of_slots(slots: object) -> None:
     with pytest.raises(SettingsError, match=r"^setting 'slots': [^;]*expected[^;]*$"):
         Settings.parse({"store": "s", "slots": slots})
+
+
+@pytest.mark.parametrize(
+    ("written", "cpus"), [("0-3,8", (0, 1, 2, 3, 8)), ("5", (5,)), (2, (2,)), ([0, 1], (0, 1)), (None, None)], ids=repr
+)
+def test_cpus_as_taskset_writes_them(written: object, cpus: tuple[int, ...] | None) -> None:
+    assert Settings.parse({"store": "s", "cpus": written}).cpus == cpus
+
+
+@pytest.mark.parametrize(
+    "written", ["all", "3-1", "0-99999999999", "-1", "", 1.5, {}, "\u0663", -1, 10**30, [-1]], ids=repr
+)
+def test_cpus_that_are_none(written: object) -> None:
+    expected = r"^setting 'cpus[.0]*': expected (CPUs such as 0-3,8|greater than or equal to 0), found "
+    with pytest.raises(SettingsError, match=expected):
+        Settings.parse({"store": "s", "cpus": written})
+
+
+def test_a_wrong_value_is_told_with_what_was_expected_and_found() -> None:
+    with pytest.raises(SettingsError, match=r"^setting 'heat_save_seconds': expected greater than 0, found -1$"):
+        Settings.parse({"store": "s", "heat_save_seconds": -1})

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
+from moetier.doctor.probe.files import cpu_list
 from moetier.errors import SettingsError
 from moetier.machine import MAX_THREADS
 from moetier.vllm_arguments import NUMBER
 
 PolicyName = Literal["lru", "second-touch", "frequency"]
+CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 
 
 class Settings(BaseModel):
@@ -33,7 +37,9 @@ class Settings(BaseModel):
     threads: int | None = Field(
         None, ge=1, le=MAX_THREADS, description="CPU threads that compute experts (default: the CPUs allowed)"
     )
-    cpus: tuple[int, ...] | None = Field(None, description="CPUs that these threads may use (default: those allowed)")
+    cpus: tuple[Annotated[int, Field(ge=0, le=9999)], ...] | None = Field(
+        None, description="CPUs that these threads may use, such as 0-3,8 (default: those allowed)"
+    )
     isa: str | None = Field(None, description="instruction set of the CPU kernels (default: the best there is)")
     disk_threads: int = Field(8, ge=1, le=256, description="reads from the store that may be under way at once")
     slots: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
@@ -104,6 +110,16 @@ class Settings(BaseModel):
             raise ValueError("expected a path, found an empty one")
         return value
 
+    @field_validator("cpus", mode="before")
+    @classmethod
+    def _cpus(cls, value: Any) -> Any:
+        """As the kernel and taskset write them, one number, or a list of numbers."""
+        if (type(value) is int or isinstance(value, str)) and CPU_LIST.fullmatch(str(value)):
+            value = cpu_list(str(value)) or value
+        if not (value is None or isinstance(value, list | tuple)):
+            raise ValueError(f"expected CPUs such as 0-3,8, found {value!r}")
+        return value
+
     @field_validator("slots", mode="before")
     @classmethod
     def _slots(cls, value: Any) -> Any:
@@ -131,8 +147,7 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            problems = [_problem(detail["type"], detail["loc"], detail["msg"]) for detail in error.errors()]
-            raise SettingsError("; ".join(problems)) from None
+            raise SettingsError("; ".join(map(_problem, error.errors()))) from None
 
     def records_of(self, experts: int) -> int | None:
         """Records per layer of `experts` experts; None: auto. SettingsError if a layer has fewer experts than asked."""
@@ -158,14 +173,17 @@ class Settings(BaseModel):
         return self.heat_file or self.store / "heat.json"
 
 
-def _problem(kind: str, location: tuple[int | str, ...], message: str) -> str:
-    key = ".".join(str(part) for part in location)
+def _problem(detail: ErrorDetails) -> str:
+    kind, message = detail["type"], detail["msg"]
+    key = ".".join(str(part) for part in detail["loc"])
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(key, Settings.model_fields, n=1, cutoff=0.4)
         return f"unknown setting {key!r}" + (f", did you mean {near[0]!r}?" if near else "; known: " + _known())
     if kind == "missing":
         return f"setting {key!r} is missing"
-    return f"setting {key!r}: {message}"
+    if kind == "value_error":  # ours, which say what was found where it helps
+        return f"setting {key!r}: {message.removeprefix('Value error, ')}"
+    return f"setting {key!r}: {message.replace('Input should be', 'expected')}, found {reprlib.repr(detail['input'])}"
 
 
 def _known() -> str:

@@ -19,7 +19,7 @@ WORDS = {Verdict.FINE: "fine", Verdict.SLOW: "slow because", Verdict.BROKEN: "br
 
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the rates now (about a minute, on a quiet machine).")
+        bool, typer.Option("--measure", help="Measure the rates now (half a minute or more, on a quiet machine).")
     ] = False,
     disk: Annotated[
         Path, typer.Option(help="Folder whose disk is examined: the store's, or where it will be.")

