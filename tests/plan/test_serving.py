@@ -27,8 +27,8 @@ def test_an_override_says_what_it_changes(nano):
     experts = serving.plan.question.geometry.experts
     assert serving.settings["dram_records"] == experts // 4
     text = "; ".join(serving.changes)
-    assert f"dram_records {experts} -> {experts // 4}" in text
-    assert "decode_tok_s" in text
+    assert f"experts of a layer in DRAM {experts} -> {experts // 4}" in text
+    assert "decode, one stream (tokens/s) " in text
 
 
 def test_vllms_own_context_is_planned_for(nano):

@@ -231,3 +231,10 @@ def test_a_shard_that_shrinks_after_opening_is_noticed(tmp_path):
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match="truncated"):
         checkpoint.read_expert(1, 3)
+
+
+def test_gguf_is_refused_with_what_to_give_instead(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for given in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(CheckpointError, match=r"give the folder that holds config\.json .*GGUF is not read"):
+            Checkpoint.open(given)

@@ -23,6 +23,13 @@ CLOSE_THINKING = "</think>"
 TOO_LONG = "context length"
 """What vLLM's refusal of a prompt that does not fit the model's positions says."""
 
+NO_PARSER = "--tool-call-parser"
+"""What vLLM's refusal of tools says where it was started without a parser for them."""
+PARSERS = (
+    "; start the server with the model's parsers after --, for the bundled model -- --enable-auto-tool-choice "
+    "--tool-call-parser glm45 --reasoning-parser glm45, or leave out sets with tools (--task names those to ask)"
+)
+
 
 @dataclass(frozen=True)
 class Server:
@@ -50,7 +57,8 @@ def client(url: str, api_key: str | None, timeout: float, retries: int = 2) -> I
         with openai.OpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=retries) as connected:
             yield connected
     except openai.APIStatusError as error:
-        raise EvalError(f"{url} answered with status {error.status_code}: {error.message}") from error
+        remedy = PARSERS if NO_PARSER in error.message else ""
+        raise EvalError(f"{url} answered with status {error.status_code}: {error.message}{remedy}") from error
     except openai.APIError as error:
         raise EvalError(f"{url} does not answer ({error.message}); is the server running there?") from error
 

@@ -35,7 +35,8 @@ def rate(text: str, what: str) -> float:
     """Bytes a second of 7GB/s."""
     head, slash, tail = text.strip().partition("/")
     if not slash or tail.strip().lower() not in ("s", "sec"):
-        raise SettingsError(f"{what} {text!r}: expected a rate such as 7GB/s")
+        hint = "; free space is --disk-size" if what == "--disk" else ""
+        raise SettingsError(f"{what} {text!r}: expected a rate such as 7GB/s{hint}")
     return float(size(head, what))
 
 

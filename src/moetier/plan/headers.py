@@ -28,6 +28,7 @@ from moetier.store.shards import (
     Tensor,
     check_index,
     parse_shard,
+    read_config,
     read_json,
     read_weight_map,
 )
@@ -43,11 +44,7 @@ EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 
 def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geometry:
     """Of a checkpoint on this machine."""
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}: expected a checkpoint folder, found {'a file' if folder.exists() else 'nothing'}"
-        )
-    config, _ = read_json(folder / "config.json")
+    config, _ = read_config(folder)
     tensors = Shards.open(folder).tensors.values()
     origin = Origin.read(folder)
     return geometry_of(folder.resolve().name, str(folder), config, tensors, kv_bytes_per_token, origin)

@@ -18,7 +18,32 @@ LABELS = {
     "ttft_128k_s": "first token after 128K",
     "start_s": "start",
 }
+NAMES = {
+    **{name: f"{label} ({'tokens/s' if name.endswith('tok_s') else 's'})" for name, label in LABELS.items()},
+    "host_gib": "host GiB",
+    "device_gib": "device GiB",
+    "slots_per_layer": "slots of a layer",
+    "dram_records": "experts of a layer in DRAM",
+}
 UNITS = {"tok_s": "tokens/s", "s": "s"}
+SECONDS = frozenset(
+    (
+        "cpu_call",
+        "layer",
+        "reduce",
+        "step",
+        "host",
+        "sequence",
+        "launch",
+        "start",
+        "begin",
+        "one",
+        "few",
+        "miss",
+        "read",
+    )
+)
+"""Costs that are times."""
 
 
 def number(value: float) -> str:
@@ -38,8 +63,8 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"predicted for the workload {work.name} ({work.source})"
     if work.trace is None and q.geometry.model_type != PUBLISHED_FOR:
         yield "  (a curve of another model, assumed for this one: record a trace of yours for better numbers)"
-    hit = f"{work.hit_rate(p.slots):.0%} of its experts in slots" if p.slots else "no expert in slots"
-    yield f"  {hit}; decode behind {min(work.depth, p.wanted.context):,} tokens; engine {plan.engine.name}"
+    hit = f"{work.hit_rate(p.slots):.0%} of the experts that a token asks for have a slot; " if p.slots else ""
+    yield f"  {hit}decode behind {min(work.depth, p.wanted.context):,} tokens; engine {plan.engine.name}"
     for name, label in LABELS.items():
         if name not in plan.metrics or (name == "decode_streams_tok_s" and p.wanted.streams == 1):
             continue
@@ -59,6 +84,8 @@ def lines(plan: Plan) -> Iterator[str]:
     if plan.hardware.gpus:
         others = ", ".join(f"{name} {other.slots}" for name, other in plan.kv_formats.items())
         yield f"slots by KV format: {others}"
+    if q.geometry.expert_format != "mxfp4":
+        yield f"experts are {q.geometry.expert_format}: {_requantized(q.geometry.expert_format)}"
     yield from (f"support: {support}" for support in plan.support)
     yield from (f"assumed of the model: {fact}" for fact in q.geometry.assumed)
     if q.geometry.unclassified:
@@ -103,9 +130,7 @@ def explanation(plan: Plan) -> Iterator[str]:
     """The model behind each number: seconds by part, and every cost with its source and spread."""
     p, case, costs = plan.placement, plan.case, plan.costs
     g = plan.question.geometry
-    yield f"model: {g.source}; experts {g.expert_format}" + (
-        "" if g.expert_format == "mxfp4" else ", re-quantized to MXFP4 in the store"
-    )
+    yield f"model: {g.source}; experts {g.expert_format}"
     yield f"  checkpoint {g.parts.total / GIB:.1f} GiB: " + _listed(
         {k: v for k, v in g.parts.model_dump().items() if v}
     )
@@ -126,7 +151,24 @@ def explanation(plan: Plan) -> Iterator[str]:
         yield f"  {name:20} {seconds * 1e3:8.0f} ms"
     yield "costs (relative spread, source); each moves low and high by its effect, added as squares:"
     for name, known in costs.items():
-        yield f"  {name:12} {known.value:10.4g}  +-{known.spread:4.0%}  {known.why}"
+        yield f"  {name:15} {_amount(name, known.value):>12}  +-{known.spread:4.0%}  {known.why}"
+
+
+def _requantized(expert_format: str) -> str:
+    """What a store does to them. A geometry that says no more than "4-bit" may be of MXFP4."""
+    unless = ", unless they are MXFP4 already" if expert_format == "4-bit" else ""
+    return f"re-quantized to MXFP4 in the store, which is lossy{unless} (docs/store.md)"
+
+
+def _amount(name: str, value: float) -> str:
+    """A cost with its unit; shares and counts have none."""
+    if name.endswith("_rate"):
+        return f"{value / 1e9:.4g} GB/s"
+    if name in ("gpu_ops", "cpu_ops"):
+        return f"{value / 1e12:.4g} TOP/s"
+    if name not in SECONDS or value == 0:
+        return f"{value:.4g}"
+    return f"{value * 1e6:.4g} us" if value < 1e-3 else f"{value * 1e3:.4g} ms" if value < 1 else f"{value:.4g} s"
 
 
 def compared(first: Plan, second: Plan, names: tuple[str, str]) -> Iterator[str]:
@@ -135,12 +177,15 @@ def compared(first: Plan, second: Plan, names: tuple[str, str]) -> Iterator[str]
     for name in first.metrics:
         if name in second.metrics:
             a, b = first.metrics[name][0], second.metrics[name][0]
-            yield f"{name:24} {a:14.4g} {b:14.4g}  {b / a if a else float('nan'):.2f}"
+            yield f"{name:24} {a:14.4g} {b:14.4g}  " + (f"{b / a:.2f}" if a else "")
 
 
 def change(plan: Plan, other: Plan) -> Iterator[str]:
-    """What differs from `plan` in `other`: what an override changes."""
+    """What differs from `plan` in `other`: what an override changes; one speed of decode where there is but one."""
+    wanted = other.placement.wanted
+    same = {"decode_streams_tok_s"} if wanted.streams == 1 else set()
+    same |= set() if wanted.draft else {"decode_no_draft_tok_s"}
     for name, (value, _, _) in other.metrics.items():
         before = plan.metrics.get(name, (value, 0, 0))[0]
-        if before and abs(value / before - 1) > 0.005:
-            yield f"{name} {number(before)} -> {number(value)} ({value / before - 1:+.0%})"
+        if name not in same and before and abs(value / before - 1) > 0.005:
+            yield f"{NAMES.get(name, name)} {number(before)} -> {number(value)} ({value / before - 1:+.0%})"

@@ -12,7 +12,7 @@ from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
 from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
 from moetier.store.origin import Origin
-from moetier.store.shards import Shards, Tensor, read_json
+from moetier.store.shards import Shards, Tensor, read_config, read_json
 from moetier.store.sources import Converted, LayerSource, open_layer
 
 __all__ = ["Checkpoint", "MoeLayer", "is_expert_tensor"]
@@ -44,11 +44,7 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Open a folder of config.json and safetensors files; CheckpointError where anything is not as it must be."""
         folder = Path(path)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder}: expected a checkpoint folder, found {'a file' if folder.exists() else 'nothing'}"
-            )
-        config, raw = read_json(folder / "config.json")
+        config, raw = read_config(folder)
         shards = Shards.open(folder)
         origin = Origin.read(folder)
         if origin is not None:

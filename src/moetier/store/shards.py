@@ -76,6 +76,24 @@ def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
     return _parse(raw, str(path)), raw
 
 
+def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """config.json of a checkpoint's folder, and its bytes."""
+    file = folder / "config.json"
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise CheckpointError(f"{folder}: expected a checkpoint folder, found {found}; {_instead(folder)}")
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file} cannot be read: it is not there; {_instead(folder)}")
+    return read_json(file)
+
+
+def _instead(path: Path) -> str:
+    """What to give for something that is no checkpoint."""
+    quantized = path.suffix == ".gguf" or any(path.glob("*.gguf"))
+    note = " (GGUF is not read: take the repository that it was made from)" if quantized else ""
+    return f"give the folder that holds config.json and *.safetensors{note}"
+
+
 def read_shard(path: Path) -> Shard:
     """Read and check the header of one safetensors file."""
     size = _regular_size(path)
@@ -138,8 +156,7 @@ class Shards:
             files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
             if not files:
                 raise CheckpointError(
-                    f"{folder}: expected a checkpoint (*.safetensors), found none; "
-                    "give the folder that holds config.json and the weights"
+                    f"{folder}: expected a checkpoint (*.safetensors), found none; {_instead(folder)}"
                 )
             return cls(folder, b"", [read_shard(file) for file in files])
         weight_map, raw = read_weight_map(indexes[0])

@@ -90,9 +90,9 @@ def show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report))
         return
-    table = Table(
-        title=f"{report['model']}: {report['layers']} MoE layers of {report['experts']} experts", title_justify="left"
-    )
+    title = f"{report['model']}: {report['layers']} MoE layers of {report['experts']} experts"
+    console.print(title, soft_wrap=True, markup=False, highlight=False)
+    table = Table()
     table.add_column("lives in")
     table.add_column("records", justify="right")
     table.add_column("MiB", justify="right")
