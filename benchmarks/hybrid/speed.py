@@ -14,6 +14,7 @@ from typing import Any
 import cpus
 import qwen3
 import torch
+from bed import copy_rate
 from engine import engine, tiered
 
 from moetier.store.build import build_store
@@ -33,7 +34,9 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
     made = {"layers": arguments.layers, "write_s": written - start, "build_s": time.monotonic() - written}
     threads = arguments.threads or cpus.served()
     show({"what": "made", **made, "threads": threads, "cpus": cpus.granted()})
-    link = link_rate()
+    pinned = torch.zeros(LINK_BYTES, dtype=torch.uint8).pin_memory()
+    link = copy_rate(torch.empty_like(pinned, device="cuda"), pinned)
+    del pinned
     show({"what": "link", "GB_s": link / 1e9})
     for share in SHARES:
         settings = {"store": str(store), "slots": round(share * qwen3.EXPERTS), "dram_records": "100%"}
@@ -50,20 +53,6 @@ def speed(arguments: argparse.Namespace, folder: Path, show: Callable[[dict[str,
         )
         show({"what": f"{share:.0%} in slots"} | row(found, link))
     return False
-
-
-def link_rate() -> float:
-    """Bytes a second that the device takes from pinned memory, while nothing else goes on: median of ROUNDS."""
-    source = torch.zeros(LINK_BYTES, dtype=torch.uint8).pin_memory()
-    target, times = torch.empty_like(source, device="cuda"), []
-    for _ in range(1 + ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return LINK_BYTES / statistics.median(times[1:])
 
 
 def runs() -> list[dict[str, Any]]:
