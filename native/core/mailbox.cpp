@@ -22,34 +22,47 @@ static_assert(offsetof(Box, answered) == 64 && offsetof(Box, refused) == 68 && s
 Mailbox::Mailbox(const Mail &mail, std::size_t top_k, std::size_t experts, std::vector<const std::uint64_t *> tables,
                  ThreadPool &pool, Compute compute, const std::vector<int> &cpus)
     : mail_(mail), top_k_(top_k), experts_(experts), tables_(std::move(tables)), pool_(pool),
-      compute_(std::move(compute)), layer_nanoseconds_(tables_.size()), thread_([this, cpus] {
-        allow_cpus(cpus);
-        work();
-      }) {}
+      compute_(std::move(compute)), layer_nanoseconds_(tables_.size()), meeting_(std::make_unique<Meeting>()) {
+  pool_.demand_usable(); // so that whoever may use the pool may use this, too
+  meeting_->thread = std::thread([this, cpus] {
+    allow_cpus(cpus);
+    work();
+  });
+}
 
 Mailbox::~Mailbox() {
   close();
+  if (!pool_.usable()) (void)meeting_.release();
+}
+
+Mailbox::Meeting &Mailbox::meeting() const {
+  pool_.demand_usable();
+  return *meeting_;
 }
 
 void Mailbox::close() {
+  if (!pool_.usable()) return;
+  Meeting &meet = *meeting_;
   {
-    const std::lock_guard lock(mutex_); // else serve() could look at stop_ before and sleep after
+    const std::lock_guard lock(meet.mutex); // else serve() could look at stop_ before and sleep after
     stop_.store(true);
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  meet.changed.notify_all();
+  if (meet.thread.joinable()) meet.thread.join();
 }
 
 void Mailbox::wake() {
+  Meeting &meet = meeting();
   pool_.stay_awake(kAwake);
   {
-    const std::lock_guard lock(mutex_);
-    awake_ = true;
+    const std::lock_guard lock(meet.mutex);
+    meet.awake = true;
   }
-  changed_.notify_all();
+  meet.changed.notify_all();
 }
 
 void Mailbox::work() {
+  Meeting &meet = *meeting_;
   std::uint32_t done = load(mail_.box->answered);
   auto last = Clock::now();
   while (!stop_.load(std::memory_order_relaxed)) {
@@ -66,9 +79,9 @@ void Mailbox::work() {
       relax();
     }
     if (Clock::now() - last < kAwake) continue;
-    std::unique_lock lock(mutex_);
-    if (changed_.wait_for(lock, kNap, [this] { return awake_ || stop_.load(); })) last = Clock::now();
-    awake_ = false;
+    std::unique_lock lock(meet.mutex);
+    if (meet.changed.wait_for(lock, kNap, [&] { return meet.awake || stop_.load(); })) last = Clock::now();
+    meet.awake = false;
   }
 }
 
@@ -90,10 +103,11 @@ void Mailbox::serve(std::uint32_t request) {
     const StepInput input{nullptr, mail_.x, mail_.ids, nullptr, mail_.weights, tokens};
     store(compute_(input, addresses, mail_.rows) ? mail_.box->answered : mail_.box->refused, request);
   } else {
-    std::unique_lock lock(mutex_);
-    help_ = request;
-    changed_.notify_all();
-    changed_.wait(lock, [this] { return help_ == 0 || stop_.load(); });
+    Meeting &meet = *meeting_;
+    std::unique_lock lock(meet.mutex);
+    meet.help = request;
+    meet.changed.notify_all();
+    meet.changed.wait(lock, [&] { return meet.help == 0 || stop_.load(); });
     helps_.fetch_add(1, std::memory_order_relaxed);
   }
   calls_.fetch_add(1, std::memory_order_relaxed);
@@ -103,10 +117,12 @@ void Mailbox::serve(std::uint32_t request) {
 }
 
 std::uint32_t Mailbox::await_help(std::chrono::milliseconds timeout) {
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, timeout, [this] { return (help_ != 0 && help_ != taken_) || stop_.load(); });
-  if (help_ == 0 || help_ == taken_) return 0;
-  return taken_ = help_;
+  Meeting &meet = meeting();
+  std::unique_lock lock(meet.mutex);
+  const auto asked = [&] { return meet.help != 0 && meet.help != meet.taken; };
+  meet.changed.wait_for(lock, timeout, [&] { return asked() || stop_.load(); });
+  if (!asked()) return 0;
+  return meet.taken = meet.help;
 }
 
 void Mailbox::answer(std::uint32_t request) {
@@ -118,12 +134,13 @@ void Mailbox::refuse(std::uint32_t request) {
 }
 
 void Mailbox::helped(std::uint32_t request, unsigned &word) {
+  Meeting &meet = meeting();
   store(word, request);
   {
-    const std::lock_guard lock(mutex_);
-    help_ = 0;
+    const std::lock_guard lock(meet.mutex);
+    meet.help = 0;
   }
-  changed_.notify_all();
+  meet.changed.notify_all();
 }
 
 Mailbox::Counts Mailbox::counts() const {

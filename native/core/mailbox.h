@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -36,6 +37,7 @@ public:
 
   // tables: of each layer, where its experts' records lie, 0 where one is not in DRAM. They may change between
   // requests, and while `help` is under way. The thread runs on `cpus`; an empty list leaves its affinity alone.
+  // Throws std::runtime_error where the pool was made before a fork; so do wake, await_help, answer and refuse.
   Mailbox(const Mail &mail, std::size_t top_k, std::size_t experts, std::vector<const std::uint64_t *> tables,
           ThreadPool &pool, Compute compute, const std::vector<int> &cpus);
   ~Mailbox();
@@ -51,7 +53,8 @@ public:
   void refuse(std::uint32_t request);
   Counts counts() const;
   std::uint64_t nanoseconds(std::size_t layer) const { return layer_nanoseconds_[layer].load(); }
-  // Ends the thread; a request under way is finished first. Nobody may be waiting in await_help afterwards.
+  // Ends the thread; a request under way is finished first. Nobody may be waiting in await_help afterwards. Nothing to
+  // do in a forked child, which has no such thread.
   void close();
 
 private:
@@ -59,6 +62,18 @@ private:
       20}; // that it looks for requests without a pause after the last one
   static constexpr std::chrono::milliseconds kNap{2};
 
+  // What the thread and its callers wait by. In a forked child a lock may be held, and a condition waited on, by a
+  // thread that is not there, so that even to destroy it could wait for ever.
+  struct Meeting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool awake = false;      // under mutex, as all below: someone called wake
+    std::uint32_t help = 0;  // the request that needs help
+    std::uint32_t taken = 0; // the last one that was taken
+    std::thread thread;      // under no lock
+  };
+
+  Meeting &meeting() const; // throws in a forked child
   void work();
   void serve(std::uint32_t request);
   bool all_here(std::span<const std::uint64_t> addresses, std::size_t pairs) const;
@@ -75,12 +90,7 @@ private:
   std::atomic<std::uint64_t> nanoseconds_{0};
   std::atomic<std::uint64_t> helps_{0};
   std::vector<std::atomic<std::uint64_t>> layer_nanoseconds_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool awake_ = false;      // under mutex_: someone called wake
-  std::uint32_t help_ = 0;  // under mutex_: the request that needs help
-  std::uint32_t taken_ = 0; // under mutex_: the last one that was taken
-  std::thread thread_;
+  std::unique_ptr<Meeting> meeting_;
 };
 
 } // namespace moetier

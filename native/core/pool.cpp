@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <stdexcept>
+#include <system_error>
 
 #include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -44,6 +45,15 @@ public:
 
 std::int64_t now() {
   return std::chrono::steady_clock::now().time_since_epoch().count();
+}
+
+// Forks between the first process that had a pool and this one: what a process id would tell, without a system call.
+std::atomic<std::uint64_t> forks{0};
+
+std::uint64_t count_forks() {
+  static const int error = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_atfork");
+  return forks.load(std::memory_order_relaxed);
 }
 
 } // namespace
@@ -116,8 +126,7 @@ struct ThreadPool::State {
 };
 
 ThreadPool::ThreadPool(int threads, std::vector<std::vector<int>> cpus)
-    : threads_(threads < 1 ? 1 : threads), owner_(static_cast<std::uint64_t>(getpid())),
-      state_(std::make_unique<State>()) {
+    : threads_(threads < 1 ? 1 : threads), generation_(count_forks()), state_(std::make_unique<State>()) {
   State &state = *state_;
   state.workers.reserve(static_cast<std::size_t>(threads_ - 1));
   try {
@@ -143,7 +152,11 @@ ThreadPool::~ThreadPool() {
 }
 
 bool ThreadPool::usable() const {
-  return owner_ == static_cast<std::uint64_t>(getpid());
+  return generation_ == forks.load(std::memory_order_relaxed);
+}
+
+void ThreadPool::demand_usable() const {
+  if (!usable()) throw std::runtime_error("the thread pool was made before a fork; make one in this process");
 }
 
 void ThreadPool::stay_awake(std::chrono::microseconds time) {
@@ -156,6 +169,7 @@ void ThreadPool::stay_awake(std::chrono::microseconds time) {
 }
 
 void ThreadPool::run_raw(Entry entry, void *context) {
+  demand_usable();
   State &state = *state_;
   const std::lock_guard lock(state.turn);
   const FloatState float_state;

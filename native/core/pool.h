@@ -43,8 +43,11 @@ public:
   ThreadPool &operator=(const ThreadPool &) = delete;
 
   int threads() const { return threads_; }
-  // False in a child that was forked after the pool was made: its workers do not exist there.
+  // False in a child that was forked after the pool was made: its workers do not exist there, and what one of them or
+  // another caller had locked or begun at the fork stays so for ever.
   bool usable() const;
+  // Throws std::runtime_error where it is not.
+  void demand_usable() const;
 
   // Calls are about to come: until then the workers look for them without sleeping. Wakes those that sleep.
   void stay_awake(std::chrono::microseconds time);
@@ -52,6 +55,7 @@ public:
   // Calls work(index) on the calling thread (index 0) and on every worker that is awake in time; returns when none is
   // inside. Work must be shared out by atomic counters, since a late worker never enters. Float state is the default
   // (round to nearest even, subnormals kept) inside. `work` must not throw. Calls from several threads take turns.
+  // Throws std::runtime_error where the pool is not usable.
   template <typename Work>
   void run(Work &&work) {
     using Plain = std::remove_reference_t<Work>;
@@ -65,7 +69,7 @@ private:
   void run_raw(Entry entry, void *context);
 
   int threads_;
-  std::uint64_t owner_; // process id
+  std::uint64_t generation_; // of the process that made it
   std::unique_ptr<State> state_;
 };
 

@@ -22,8 +22,7 @@ public:
   class Turn {
   public:
     explicit Turn(BoundExperts &bound) : bound_(bound) {
-      if (!bound.pool_.usable())
-        throw std::runtime_error("the thread pool was made before a fork; make one in this process");
+      bound.pool_.demand_usable();
       if (bound.busy_.exchange(true))
         throw std::runtime_error("another thread is inside this object: one step at a time");
     }

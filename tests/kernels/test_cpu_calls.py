@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -380,30 +379,6 @@ def test_workers_leave_the_creators_pinning(layer, step):
     thread.join()
     assert found.pop("creator") == {allowed[0]}
     assert list(found.values()) == [set(allowed)]
-
-
-def child(queue, layer, step, kernel):
-    try:
-        run_forward(kernel, layer, *step)
-        queue.put("ran on a pool that is not there")
-    except RuntimeError as error:
-        queue.put(str(error))
-    fresh = CpuExperts(GEOMETRY, Family(), ThreadPool(2), max_tokens=8)
-    queue.put(run_forward(fresh, layer, *step))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_after_a_fork(kernel, layer, step):
-    """A child cannot use its parent's pool and is told so; one of its own works, and the child ends by itself."""
-    run_forward(kernel, layer, *step)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=child, args=(queue, layer, step, kernel))
-    process.start()
-    assert "before a fork" in queue.get(timeout=300)
-    assert_same_bits(queue.get(timeout=300), expected(layer, *step, Family()))
-    process.join(300)
-    assert process.exitcode == 0
 
 
 # Instruction sets

@@ -26,6 +26,7 @@ from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.heal import Healer
 from moetier.store.store import Store
+from tests.forking import said_by_children
 from tests.store.checkpoints import Made, write_checkpoint
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 3, 96, 64
@@ -298,3 +299,23 @@ def test_reading_threads_that_cannot_be_had_are_an_error_at_start(store_path: Pa
     )
     assert "expected to start 256 threads" in done.stdout
     assert "disk_threads" in done.stdout
+
+
+FORKS = """
+import sys
+from moetier.residency import DiskReader
+from moetier.residency.arena import Arena
+from moetier.store.store import Store
+from tests.forking import in_children
+with Store.open(sys.argv[1]) as store:
+    reader, room = DiskReader(store, 2), Arena(1, store.layout.stride).view(0)
+    reader.submit(0, 0, room).result()
+    in_children(lambda: reader.submit(0, 1, room).result(300))
+    reader.close()
+"""
+
+
+def test_a_forked_child_is_told_that_nobody_reads_for_it(store_path: Path) -> None:
+    assert said_by_children("-c", FORKS, str(store_path)) == {
+        "the disk reader was opened before a fork; open one in this process"
+    }

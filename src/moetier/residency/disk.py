@@ -40,6 +40,7 @@ class DiskReader:
     Reads bypass the page cache (O_DIRECT) so that a record is not held in memory twice; a file system that refuses it
     is read through the page cache, which one warning says. A record that reads wrongly is read again, then healed
     where there is a healer. Of each record, only the part of this rank is read, and its slices are checked.
+    In a forked child its threads do not exist, and `submit` raises RuntimeError: open one there.
     """
 
     def __init__(self, store: Store, threads: int, healer: Healer | None = None, part: Part | None = None) -> None:
@@ -51,6 +52,7 @@ class DiskReader:
         for layer in range(len(store.manifest.layers)):
             self._files.append(self._open(store.record_file(layer)))
         self._pool = self._start(threads)
+        self._owner = os.getpid()
         self._lock = Lock()
         self.counters = DiskCounters()
 
@@ -85,6 +87,8 @@ class DiskReader:
 
     def submit(self, layer: int, expert: int, out: NDArray[np.uint8]) -> Future[None]:
         """Start reading a record into `out`, uint8 [room], 4 KiB-aligned. `out` belongs to the read until it ends."""
+        if os.getpid() != self._owner:  # no thread would ever take it up
+            raise RuntimeError("the disk reader was opened before a fork; open one in this process")
         return self._pool.submit(self.read, layer, expert, out)
 
     def read(self, layer: int, expert: int, out: NDArray[np.uint8]) -> None:

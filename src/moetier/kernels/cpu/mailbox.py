@@ -117,5 +117,5 @@ class Mailbox:
         return self._native.layer_nanoseconds(layer)
 
     def close(self) -> None:
-        """End the thread, after the request under way."""
+        """End the thread, after the request under way. A forked child has no such thread and waits for none."""
         self._native.close()

@@ -12,6 +12,10 @@ from moetier.kernels.cpu import _native
 class ThreadPool:
     """A team of native threads for the kernels. It sleeps when idle; one call runs at a time, others take turns.
 
+    A fork takes no threads along. In the child, whatever would run on the pool raises RuntimeError, also on a mailbox
+    that uses it; both may be dropped, and new ones made. That holds for our own threads: fork while no thread of the
+    process is inside numpy's BLAS, whose fork handler may then wait for ever, in the parent.
+
     Parameters
     ----------
     threads
