@@ -47,7 +47,7 @@ serve: setup
 test: setup
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-## bench      set up, then measure nano tiered, all in DRAM and in stock vLLM (a quarter of an hour), compare and render
+## bench      set up, then measure nano tiered, all in DRAM and in stock vLLM (8 minutes on 2 cores), compare and render
 # Wants a clean tree, the model nano-bf16 (MOETIER_SHARED_MODELS) and a file of machines/ that describes the hardware.
 # A comparison that regresses in quality fails; of speed it only tells.
 bench: setup

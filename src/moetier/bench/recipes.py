@@ -45,7 +45,7 @@ def run_recipe(
     named = library.machine(machine) if machine else machine_of(library)
     check_machine(recipe, named)
     if (code.commit is None or code.changed) and not allow_dirty:
-        differs = ", ".join(code.changed[:5]) or "moetier is not installed from this checkout"
+        differs = ", ".join(code.changed[:5]) or "moetier is not installed from it (make setup does that)"
         raise BenchError(f"a result is bound to a commit, and this tree is not clean: {differs}; or use --allow-dirty")
     if code.changed and out.resolve() == (library.root / "results").resolve():
         raise BenchError("a result of a changed tree does not go to results/; name another folder with --out")

@@ -233,9 +233,13 @@ class Run:
                 seconds = round(time.monotonic() - began, 1)
                 found.sections.append(Section(probe=probe, raw=raw, cells=cells, seconds=seconds))
                 shown = [f"{cell.name} {cell.value:g}" for cell in cells if cell.value is not None]
-                empty = [f"{cell.name}: {cell.reason}" for cell in cells if cell.value is None]
+                empty: dict[str | None, list[str]] = {}
+                for cell in cells:
+                    if cell.value is None:
+                        empty.setdefault(cell.reason, []).append(cell.name)
+                unfit = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in empty.items())
                 say(f"  {', '.join(shown) or 'no valid cell'} ({seconds:.0f} s)")
-                say(f"  not valid: {'; '.join(empty)}" if empty else "  all cells valid")
+                say(f"  not valid: {unfit}" if empty else "  all cells valid")
             await asyncio.sleep(COUNTED_SECONDS)
             found.after = await endpoint.counters()
 
