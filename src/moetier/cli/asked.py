@@ -34,7 +34,7 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 class Asked:
     """What is planned for. A machine is a file, words, or (all None) the one that this runs on."""
 
-    machine: Annotated[Path | None, _option("What `moetier doctor --json` wrote.")] = None
+    machine: Annotated[Path | None, _option("What `moetier doctor --json` wrote (default: this machine).")] = None
     gpus: Annotated[str | None, _option("A machine in words: 4x32GB, 1xRTX5090, or none.")] = None
     ram: Annotated[str | None, _option("Its RAM: 256GB.")] = None
     disk: Annotated[str | None, _option("What random reads of records reach: 7GB/s.")] = None
@@ -47,15 +47,19 @@ class Asked:
     slots: Annotated[int | None, _option("Experts of each layer in slots of the devices.", min=0)] = None
     residents: Annotated[int, _option("Slots fixed by heat, whose records take no DRAM.", min=0)] = 0
     tables: Annotated[str, _option("Lookup tables (Engram): auto, dram or disk.")] = "auto"
-    context: Annotated[int | None, _option("Tokens of context (default: 32768, or all it can).", min=1)] = None
+    context: Annotated[int | None, _option("Tokens of context (default: 32768, or all the model has).", min=1)] = None
     streams: Annotated[int, _option("Sequences at once, each of that context.", min=1, max=65536)] = 1
-    kv_format: Annotated[str | None, _option("bf16, fp8, or one of the model's own.")] = None
+    kv_format: Annotated[str | None, _option("Of the KV cache: bf16, fp8, or one of the model's own.")] = None
     kv_bytes_per_token: Annotated[
         float | None, _option("KV bytes a token, where the attention is not known.", min=0)
     ] = None
-    workload: Annotated[str, _option("short, mixed, deep, or a file of `trace record`.")] = DEFAULT
+    workload: Annotated[
+        str, _option("Which experts are asked for: short, mixed, deep, or a `moetier trace record` file.")
+    ] = DEFAULT
     chunk: Annotated[int, _option("Tokens of a prompt that one step takes.", min=1, max=1 << 20)] = Wanted.chunk
-    engine: Annotated[str | None, _option("vllm-graphs, vllm-eager or vllm-cpu.")] = None
+    engine: Annotated[str | None, _option("Whose time outside the experts: vllm-graphs, vllm-eager or vllm-cpu.")] = (
+        None
+    )
     draft_tokens: Annotated[int | None, _option("Speculation: tokens drafted a step.", min=1, max=64)] = None
     accepted: Annotated[float, _option("Tokens that come out of such a step on average.", min=1, max=65)] = 1.0
 

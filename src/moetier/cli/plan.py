@@ -36,9 +36,10 @@ def plan(
         ),
     ] = None,
     corrections: Annotated[
-        Path | None, typer.Option("--calibration", help="Corrections from `moetier calibrate`.")
+        Path | None,
+        typer.Option("--calibration", help="Corrections that `moetier calibrate` wrote (default: this machine's)."),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="The model behind each number, with sources.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say how each number comes about, with sources.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (SVG) to this file.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Two machine files, side by side.", show_default=False)

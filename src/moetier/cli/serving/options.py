@@ -26,7 +26,7 @@ Reserve = Annotated[
         "--context-reserve",
         metavar="TOKENS",
         min=0,
-        help="Serve the model's whole window less this many tokens (default: 32768 tokens, or all it has).",
+        help="Serve the model's whole window less this many tokens; without it, 32768 tokens or all it has.",
     ),
 ]
 LongestGap = Annotated[
@@ -35,8 +35,8 @@ LongestGap = Annotated[
         metavar="MS",
         min=1,
         max=1e6,
-        help="Longest that running streams shall wait for a token while a prompt enters: it decides how many tokens of "
-        "the prompt go into a step (default: 200).",
+        help="Milliseconds that running streams shall wait for a token at most while a prompt enters: it decides how "
+        "many tokens of the prompt go into a step (default: 200).",
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; beyond loopback an API key is needed.")]
@@ -44,7 +44,9 @@ Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
 ApiKey = Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")]
 KvCacheGib = Annotated[
     float | None,
-    typer.Option(min=0.01, max=1e6, help="GiB of KV cache, on a GPU beside --slots (default: planned, 1 at least)."),
+    typer.Option(
+        min=0.01, max=1e6, help="GiB of KV cache, on the CPU or beside --slots (default: planned, 1 at least)."
+    ),
 ]
 DrainSeconds = Annotated[int, typer.Option(min=0, max=86_400, help="Seconds for requests in flight after Ctrl-C.")]
 Assignments = Annotated[

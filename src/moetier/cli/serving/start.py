@@ -54,6 +54,7 @@ def start(
     for line in notes:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     show(report, as_json)
+    _say_too_many_threads(settings.threads, len(report["compute_cpus"]))
     if explain:
         for line in (*request.launch, *explanation(request, records, not launcher.runs_on_cpu())):
             console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -85,6 +86,11 @@ def check_cpus(settings: Settings) -> None:
     """SettingsError where this machine lacks the instruction set, CPUs or threads that were asked for."""
     choose_isa(settings.isa)
     ThreadPool(settings.threads, settings.cpus).close()
+
+
+def _say_too_many_threads(threads: int | None, cpus: int) -> None:
+    if threads is not None and threads > cpus:
+        console.print(f"threads: {threads} on {cpus} CPUs; at most {cpus} are better, for every layer waits for the slowest")
 
 
 def _check_new(path: Path | None) -> None:
