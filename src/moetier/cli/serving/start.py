@@ -90,7 +90,9 @@ def check_cpus(settings: Settings) -> None:
 
 def _say_too_many_threads(threads: int | None, cpus: int) -> None:
     if threads is not None and threads > cpus:
-        console.print(f"threads: {threads} on {cpus} CPUs; at most {cpus} are better, for every layer waits for the slowest")
+        console.print(
+            f"threads: {threads} on {cpus} CPUs; at most {cpus} are better, for every layer waits for the slowest"
+        )
 
 
 def _check_new(path: Path | None) -> None:
