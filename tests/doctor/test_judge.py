@@ -101,7 +101,7 @@ def test_all_fine(found: Machine) -> None:
         (memory(available_bytes=20 * GIB), "memory", SLOW, "others hold"),
         (memory(transparent_huge_pages="never"), "huge pages", SLOW, "off"),
         (machine(gpus=(), unusable_gpus=("0000:65:00.0 (0x10de 0x2b85)",)), "gpu", BROKEN, "0000:65:00.0"),
-        (machine(gpus=(gpu(compute_capability="6.1"),)), "gpu 0", BROKEN, "7.5"),
+        (machine(gpus=(gpu(compute_capability="7.5"),)), "gpu 0", BROKEN, "8.0"),
         (machine(gpus=(gpu(pcie_width_now=4, pcie_generation=3),)), "gpu 0", SLOW, "PCIe 3 x4"),
         (machine(gpus=(gpu(pcie_width_now=8),)), "gpu 0", SLOW, "x8 of x16"),
         (machine(gpus=(gpu(free_bytes=GIB),)), "gpu 0", SLOW, "31.0 of 32.0 GiB"),

@@ -9,7 +9,7 @@ from moetier.layer.fit import ENGINE_BYTES
 
 GIB = 2**30
 FINE, SLOW, BROKEN = Verdict.FINE, Verdict.SLOW, Verdict.BROKEN
-OLDEST_CAPABILITY = (7, 5)
+OLDEST_CAPABILITY = (8, 0)
 """Devices from here on multiply int8 exactly, which the kernels need."""
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}
 """Bytes a second of one lane and direction by PCIe generation, after line coding."""
@@ -168,8 +168,8 @@ def _gpu(gpu: Gpu) -> Iterator[Finding]:
         yield Finding(
             about=about,
             verdict=BROKEN,
-            text=f"{gpu.name} has compute capability {gpu.compute_capability}; the kernels need 7.5",
-            remedy="hide it (CUDA_VISIBLE_DEVICES) or use a Turing or later device",
+            text=f"{gpu.name} has compute capability {gpu.compute_capability}; device slots need 8.0",
+            remedy="hide it (CUDA_VISIBLE_DEVICES) or use an Ampere or later device",
         )
     link = link_bytes_per_s(gpu)
     if link is not None and link < NARROW_LINK:

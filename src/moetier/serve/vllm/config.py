@@ -40,7 +40,7 @@ class MoetierConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Ours has no kernel on the device yet; what the other layers need their own config says."""
+        """Without slots any device will do (`moetier doctor` says what slots need); other layers have their own config."""
         return 0
 
     @staticmethod
