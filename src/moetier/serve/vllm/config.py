@@ -40,7 +40,7 @@ class MoetierConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Without slots any device will do (`moetier doctor` says what slots need); other layers have their own config."""
+        """Without slots any device will do (`moetier doctor` says what slots need); other layers have their config."""
         return 0
 
     @staticmethod
