@@ -59,7 +59,7 @@ def _show(found: Machine, console: Console) -> None:
     for finding in found.findings:
         colour, word = COLOURS[finding.verdict], WORDS[finding.verdict]
         console.print(
-            f"[bold]{escape(finding.about)}[/]: [{colour}]{word}[/] {escape(finding.text)}",
+            f"[bold]{escape(finding.about)}[/]: [{colour}]{word}[/]: {escape(finding.text)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -71,7 +71,7 @@ def _show(found: Machine, console: Console) -> None:
         on = "" if support.device == CPU else f" on compute capability {support.device or '?'}"
         colour = ANSWERS[support.answer]
         console.print(
-            f"    {support.model_type} under vLLM {support.vllm}{on}: [{colour}]{support.answer}[/] "
+            f"    {support.model_type} under vLLM {support.vllm}{on}: [{colour}]{support.answer}[/]: "
             f"{escape(support.because)}",
             highlight=False,
             soft_wrap=True,

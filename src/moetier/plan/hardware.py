@@ -15,6 +15,8 @@ from moetier.formats.record import RecordLayout
 from moetier.plan.cards import BY_SIZE, CARDS, Card
 
 GIB = 2**30
+NO_GPU = "no GPU"
+"""Why a rate of a device is known where there is none: something has to stand there."""
 MEASURED, STATED, NOMINAL, ASSUMED = 0.05, 0.10, 0.15, 0.30
 """Relative spread of a rate by its origin."""
 
@@ -90,9 +92,7 @@ def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardwar
         ram_bytes=machine.memory.limit_bytes,
         disk_bytes=machine.disk.free_bytes if machine.disk else None,
         gpu_rate=_gpu_rate(rates, card),
-        gpu_ops=Known(
-            card.tflops * 1e12 if card else 1e12, NOMINAL, f"data sheet of {card.name}" if card else "no GPU"
-        ),
+        gpu_ops=Known(card.tflops * 1e12 if card else 1e12, NOMINAL, f"data sheet of {card.name}" if card else NO_GPU),
         link_rate=_link_rate(rates, gpus, card),
         dram_rate=dram,
         cpu_rate=cpu_rate,
@@ -115,7 +115,7 @@ def _card(gpu: Gpu) -> Card:
 
 def _gpu_rate(rates: Rates, card: Card | None) -> Known:
     if card is None:
-        return Known(1e9, 0.0, "no GPU")
+        return Known(1e9, 0.0, NO_GPU)
     if rates.device_copy:
         best = min(rate.bytes_per_s for rate in rates.device_copy)
         return Known(2 * best, MEASURED, "measured copies within the device, reads and writes counted")
@@ -124,7 +124,7 @@ def _gpu_rate(rates: Rates, card: Card | None) -> Known:
 
 def _link_rate(rates: Rates, gpus: tuple[Gpu, ...], card: Card | None) -> Known:
     if card is None:
-        return Known(1e9, 0.0, "no GPU")
+        return Known(1e9, 0.0, NO_GPU)
     if rates.host_to_device:
         most = max(rate.at_once for rate in rates.host_to_device)
         slowest = min(rate.bytes_per_s for rate in rates.host_to_device if rate.at_once == most)

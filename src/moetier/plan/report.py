@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetier.plan.hardware import GIB
+from moetier.plan.hardware import GIB, NO_GPU
 from moetier.plan.planner import Plan
 from moetier.plan.predict import chunk_parts, decode_parts, draft_parts
 from moetier.plan.workload import PUBLISHED_FOR
@@ -151,6 +151,8 @@ def explanation(plan: Plan) -> Iterator[str]:
         yield f"  {name:20} {seconds * 1e3:8.0f} ms"
     yield "costs (relative spread, source); each moves low and high by its effect, added as squares:"
     for name, known in costs.items():
+        if known.why == NO_GPU:
+            continue  # what stands in is no rate of anything
         yield f"  {name:15} {_amount(name, known.value):>12}  +-{known.spread:4.0%}  {known.why}"
 
 

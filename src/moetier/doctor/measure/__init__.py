@@ -31,7 +31,8 @@ def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda
     stride = RecordLayout.of(parse_shape(shape)).stride
     cpu, disk = machine.cpu, machine.disk
     # What may be impossible comes first: a build of torch without CUDA, a disk without room.
-    report(f"copies of {len(machine.gpus)} devices")
+    if machine.gpus:
+        report(f"copies of {len(machine.gpus)} devices")
     links = measure_links(machine.gpus)
     if disk:
         report(f"reading records of {stride / 1e6:.1f} MB from {disk.path}")
