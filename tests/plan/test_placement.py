@@ -75,7 +75,7 @@ def test_without_a_device_all_lies_in_the_host():
         (("4x32GB", "64GB"), Wanted(context=32768, dram_records=300), "what fits is --dram-records"),
         (("1x16GB", "256GB"), Wanted(context=1048576, streams=64), "a device needs"),
         (("4x32GB", "256GB"), Wanted(context=32768, slots=384), "a device needs"),
-        (("none", "8GB"), Wanted(context=32768), "not even none of them fits"),
+        (("none", "8GB"), Wanted(context=32768), "it would not fit without any of them"),
         (("4x32GB", "448GB"), Wanted(context=32768, dram_records=384, tables="dram"), "the host needs"),
     ],
 )
@@ -89,6 +89,11 @@ def test_what_does_not_fit_is_said_and_the_nearest_that_fits_is_found(machine, a
     else:
         assert plan.nearest.fits
         assert to_json(plan)["nearest"]["fits"]
+
+
+def test_slots_without_a_gpu_are_refused():
+    with pytest.raises(SettingsError, match=r"slots 3: this machine has no GPU .*leave --slots out"):
+        place(AIR, hardware_of(describe("none", "128GB")), Wanted(context=32768, slots=3))
 
 
 def test_the_nearest_keeps_what_it_can():

@@ -40,6 +40,7 @@ def prove(
 ) -> Result:
     """Identity on the store (`calls`), then the suite through the server. Nothing of it names a folder or a prompt."""
     checkpoint = Checkpoint.open(model)
+    recipe = _recipe(model, checkpoint.identity(), settings, vllm, env or {})
     with tempfile.TemporaryDirectory(prefix="moetier-prove-") as folder:
         scratch = Path(folder).resolve()
         place = Place(model.resolve(), (store or scratch / "store").resolve(), scratch, free_port())
@@ -52,7 +53,7 @@ def prove(
         root = Path(__file__).resolve().parents[3]
         run = Run(
             root,
-            _recipe(model, checkpoint.identity(), settings, vllm, env or {}),
+            recipe,
             (suite,),
             _machine(),
             _code(root),

@@ -191,8 +191,8 @@ def parse_result(data: bytes, where: str) -> Result:
         return Result.model_validate_json(data)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in found["loc"])
-        raise BenchError(f"{where}: expected a result of `moetier bench run`, found {place}: {found['msg']}") from None
+        place = ".".join(map(str, found["loc"])) + (": " if found["loc"] else "")
+        raise BenchError(f"{where}: expected a result of `moetier bench run`, found {place}{found['msg']}") from None
 
 
 def to_text(result: Result) -> str:

@@ -35,7 +35,7 @@ class Budget:
 
     @property
     def records(self) -> int:
-        """Records per layer that fit, at most all of them; negative if not even none fits."""
+        """Records per layer that fit, at most all of them; negative if it does not fit without any."""
         room = self.available - self.reserve - self.other
         return min(self.experts, room // (self.layers * self.stride))
 

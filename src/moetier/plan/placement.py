@@ -93,6 +93,10 @@ def ranks_of(geometry: Geometry, hardware: Hardware) -> int:
 def place(geometry: Geometry, hardware: Hardware, wanted: Wanted) -> Placement:
     """Put everything somewhere. What does not fit is in `problems`, and `nearest` finds what does."""
     _check(geometry, wanted)
+    if wanted.slots and not hardware.gpus:
+        raise SettingsError(
+            f"slots {wanted.slots}: this machine has no GPU for them; leave --slots out, or name --gpus"
+        )
     ranks, problems = ranks_of(geometry, hardware), list[str]()
     kv_format = wanted.kv_format or geometry.kv.default
     device = _device(geometry, hardware, wanted, ranks, kv_format) if hardware.gpus else {}
@@ -195,7 +199,11 @@ def _host(
         problems.append(
             f"the host needs {(sum(parts.values()) + records * layer) / GIB:.0f} GiB with {records} records of each "
             f"layer in DRAM and has {limit / GIB:.0f} GiB"
-            + (f"; what fits is --dram-records {most_records}" if free >= 0 else "; not even none of them fits")
+            + (
+                f"; what fits is --dram-records {most_records}"
+                if free >= 0
+                else "; it would not fit without any of them"
+            )
         )
     parts["expert records"] = records * layer
     return parts, tables, records
