@@ -41,6 +41,18 @@ def memory(root: Path = ROOT) -> Memory:
     return Memory(limit, max(available, 0), limited_by)
 
 
+def cpu_list(found: str | None) -> tuple[int, ...]:
+    """Numbers of a list such as "0-3,8"; empty where it is absent or malformed."""
+    cpus: set[int] = set()
+    for part in (found or "").split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()):
+            return ()
+        cpus.update(range(int(first), int(last) + 1))
+    return tuple(sorted(cpus))
+
+
 def allowed_cpus() -> tuple[int, ...]:
     """CPUs that this process may run on, ascending: the affinity mask of its main thread."""
     return tuple(sorted(os.sched_getaffinity(os.getpid())))

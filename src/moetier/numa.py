@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moetier.machine import ROOT, allowed_cpus
+from moetier.machine import ROOT, allowed_cpus, cpu_list
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def nodes(cpus: Sequence[int], root: Path = ROOT) -> tuple[Node, ...]:
     found = []
     for folder in (root / NODES).glob("node[0-9]*"):
         number = int(folder.name.removeprefix("node"))
-        here = tuple(sorted(set(_numbers(_text(folder / "cpulist"))) & set(cpus)))
+        here = tuple(sorted(set(cpu_list(_text(folder / "cpulist"))) & set(cpus)))
         if here and (allowed is None or number in allowed):
             found.append(Node(number, here))
     return tuple(sorted(found, key=lambda node: node.number))
@@ -105,18 +105,8 @@ def _warn_once(text: str) -> None:
 def _allowed_memory(root: Path) -> set[int] | None:
     for line in _text(root / "proc/self/status").splitlines():
         if line.startswith("Mems_allowed_list:"):
-            return set(_numbers(line.split(":", 1)[1]))
+            return set(cpu_list(line.split(":", 1)[1]))
     return None
-
-
-def _numbers(text: str) -> list[int]:
-    """Numbers of the kernel's list format, such as 0-3,8."""
-    found: list[int] = []
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal():
-            found.extend(range(int(first), int(last or first) + 1))
-    return found
 
 
 def _text(path: Path) -> str:

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
-from moetier.doctor.probe.files import cpu_list
 from moetier.errors import SettingsError
-from moetier.machine import MAX_THREADS
+from moetier.machine import MAX_THREADS, cpu_list
 from moetier.vllm_arguments import NUMBER
 
 PolicyName = Literal["lru", "second-touch", "frequency"]

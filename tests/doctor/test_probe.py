@@ -15,10 +15,10 @@ from moetier.doctor.facts import CoreKind, IoUring, NumaNode
 from moetier.doctor.probe import disk as disk_probe
 from moetier.doctor.probe.cpu import numa_refusal, probe_cpu, probe_numa
 from moetier.doctor.probe.disk import probe_disk, probe_io_uring
-from moetier.doctor.probe.files import cpu_list
 from moetier.doctor.probe.gpu import bus_facts, unusable_gpus, visible_devices
 from moetier.doctor.probe.memory import probe_memory
 from moetier.errors import SettingsError
+from moetier.machine import cpu_list
 from tests.doctor.machines import bare, cpu_files, write
 
 MIB = 2**20

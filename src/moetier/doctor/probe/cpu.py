@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moetier import machine, numa
 from moetier.doctor.facts import CoreKind, Cpu, NumaNode
-from moetier.doctor.probe.files import cpu_list, distinct_groups, fields, number, text
+from moetier.doctor.probe.files import distinct_groups, fields, number, text
 from moetier.kernels.cpu.isa import available_isas
 
 SYSTEM = "sys/devices/system"
@@ -21,7 +21,7 @@ SAME_KIND = 0.9
 
 def probe_cpu(root: Path = machine.ROOT) -> Cpu:
     """The CPUs that this process may use."""
-    allowed = cpu_list(fields(root / "proc/self/status").get("Cpus_allowed_list")) or machine.allowed_cpus()
+    allowed = machine.cpu_list(fields(root / "proc/self/status").get("Cpus_allowed_list")) or machine.allowed_cpus()
     cores = distinct_groups(_siblings(root, cpu) for cpu in allowed)
     info = fields(root / "proc/cpuinfo")
     return Cpu(
@@ -43,7 +43,7 @@ def probe_numa(allowed: tuple[int, ...], root: Path = machine.ROOT) -> tuple[Num
     for folder in (root / SYSTEM / "node").glob("node[0-9]*"):
         memory = [line.split() for line in (text(folder / "meminfo") or "").splitlines()]
         total = next((int(words[3]) * 1024 for words in memory if len(words) > 3 and words[2] == "MemTotal:"), 0)
-        cpus = _within(cpu_list(text(folder / "cpulist")), allowed)
+        cpus = _within(machine.cpu_list(text(folder / "cpulist")), allowed)
         if total or cpus:
             nodes.append(NumaNode(node=int(folder.name.removeprefix("node")), cpus=cpus, memory_bytes=total))
     return tuple(sorted(nodes, key=lambda node: node.node))
@@ -65,13 +65,13 @@ def numa_refusal(cpu: Cpu, root: Path = machine.ROOT) -> str | None:
 def _siblings(root: Path, cpu: int) -> tuple[int, ...]:
     """Logical CPUs of one physical core."""
     topology = root / SYSTEM / f"cpu/cpu{cpu}/topology"
-    return cpu_list(text(topology / "core_cpus_list") or text(topology / "thread_siblings_list"))
+    return machine.cpu_list(text(topology / "core_cpus_list") or text(topology / "thread_siblings_list"))
 
 
 def _last_level_cache(root: Path, cpu: int) -> tuple[int, ...]:
     for index in (root / SYSTEM / f"cpu/cpu{cpu}/cache").glob("index[0-9]*"):
         if number(index / "level") == 3:
-            return cpu_list(text(index / "shared_cpu_list"))
+            return machine.cpu_list(text(index / "shared_cpu_list"))
     return ()
 
 
@@ -81,7 +81,8 @@ def _within(cpus: tuple[int, ...], allowed: tuple[int, ...]) -> tuple[int, ...]:
 
 def _kinds(root: Path, allowed: tuple[int, ...]) -> tuple[CoreKind, ...]:
     """More than one only on hybrid processors: x86 names them, ARM gives each CPU a capacity."""
-    named = {name: _within(cpu_list(text(root / "sys/devices" / at / "cpus")), allowed) for at, name in HYBRID.items()}
+    lists = {name: machine.cpu_list(text(root / "sys/devices" / at / "cpus")) for at, name in HYBRID.items()}
+    named = {name: _within(cpus, allowed) for name, cpus in lists.items()}
     kinds = tuple(CoreKind(name=name, cpus=cpus) for name, cpus in named.items() if cpus)
     if kinds:
         return kinds

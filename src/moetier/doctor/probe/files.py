@@ -30,18 +30,6 @@ def fields(path: Path) -> dict[str, str]:
     return found
 
 
-def cpu_list(found: str | None) -> tuple[int, ...]:
-    """Numbers of a list such as "0-3,8"; empty where it is absent or malformed."""
-    cpus: set[int] = set()
-    for part in (found or "").split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()):
-            return ()
-        cpus.update(range(int(first), int(last) + 1))
-    return tuple(sorted(cpus))
-
-
 def distinct_groups(lists: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Each group once, in the order of their first members."""
     return tuple(sorted({group for group in lists if group}))
