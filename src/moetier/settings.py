@@ -36,7 +36,7 @@ class Settings(BaseModel):
     threads: int | None = Field(
         None, ge=1, le=MAX_THREADS, description="CPU threads that compute experts (default: the CPUs allowed)"
     )
-    cpus: tuple[Annotated[int, Field(ge=0, le=9999)], ...] | None = Field(
+    cpus: tuple[Annotated[int, Field(ge=0, le=999_999)], ...] | None = Field(
         None, description="CPUs that these threads may use, such as 0-3,8 (default: those allowed)"
     )
     isa: str | None = Field(None, description="instruction set of the CPU kernels (default: the best there is)")
