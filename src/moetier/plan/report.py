@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
+from moetier.plan.costs import Engine
 from moetier.plan.hardware import GIB, NO_GPU
 from moetier.plan.planner import Plan
 from moetier.plan.predict import chunk_parts, decode_parts, draft_parts
@@ -26,24 +28,8 @@ NAMES = {
     "dram_records": "experts of a layer in DRAM",
 }
 UNITS = {"tok_s": "tokens/s", "s": "s"}
-SECONDS = frozenset(
-    (
-        "cpu_call",
-        "layer",
-        "reduce",
-        "step",
-        "host",
-        "sequence",
-        "launch",
-        "start",
-        "begin",
-        "one",
-        "few",
-        "miss",
-        "read",
-    )
-)
-"""Costs that are times."""
+SECONDS = {field.name for field in fields(Engine)} | {"cpu_call", "begin", "one", "few", "miss", "read"}
+"""Costs that are times: an engine's, and some of the machine's and our kernels'."""
 
 
 def number(value: float) -> str:
