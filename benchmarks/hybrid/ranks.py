@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from engine import engine, prompts_of, tiered
+from speed import ROUNDS, decode_runs, decode_steps
 
 from moetier.formats import RecordLayout
 from moetier.kernels import oracle
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from under_vllm import Bed
 
 RANKS, SLICES, CALLS, TOKENS = 2, 4, 12, (1, 3, 8, 32)
-STREAMS, ROUNDS, STEPS = (1, 8, 32), 5, 64
-"""Of speed: pairs of runs that differ by STEPS steps, ROUNDS of them."""
+STREAMS = (1, 8, 32)
 ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 Report = Callable[[dict[str, Any]], None]
 
@@ -83,7 +83,7 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
     prompts = prompts_of(bed.model, 32)
     runs: list[dict[str, Any]] = [{"prompts": prompts, "max_tokens": 32, "logprobs": 2}]
     for streams in STREAMS:
-        runs += [{"prompts": prompts[:streams], "max_tokens": n} for _ in range(ROUNDS) for n in (1, 1 + STEPS)]
+        runs += decode_runs(lambda streams=streams: prompts[:streams])
     placements: list[tuple[int, str, dict[str, Any]]] = [
         (RANKS, "all resident", {"slots": bed.experts}),
         (RANKS, "25 %", {"slots": bed.slots(0.25)}),
@@ -131,8 +131,7 @@ def under_vllm(bed: Bed, store: Path, show: Report) -> bool:
             row[f"{key} differ"] = sum(a != b for a, b in zip(run[key], reference[key], strict=True))
             failed |= bool(row[f"{key} differ"])
         for i, streams in enumerate(STREAMS):
-            took = [run["seconds"] for run in found["runs"][1 + 2 * ROUNDS * i :][: 2 * ROUNDS]]
-            steps = [(more - one) / STEPS for one, more in zip(took[::2], took[1::2], strict=True)]
+            steps = decode_steps(found["runs"][1 + 2 * ROUNDS * i :][: 2 * ROUNDS])
             row[f"decode_{streams}_tok_s"] = streams / statistics.median(steps)
             row[f"decode_{streams}_step_ms"] = " ".join(f"{1e3 * step:.2f}" for step in sorted(steps))
         failed |= len(snapshots) != count

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,19 @@ def runs() -> list[dict[str, Any]]:
 
     made = [{"prompts": prompts(1, tokens), "max_tokens": 1} for tokens in PREFILL_TOKENS for _ in range(1 + ROUNDS)]
     for streams in STREAMS:
-        made += [{"prompts": prompts(streams, 32), "max_tokens": n} for _ in range(ROUNDS) for n in (1, 1 + STEPS)]
+        made += decode_runs(partial(prompts, streams, 32))
     return made
+
+
+def decode_runs(prompts: Callable[[], list[list[int]]]) -> list[dict[str, Any]]:
+    """Pairs of runs that differ by STEPS steps of decode, ROUNDS of them; prompts: of the next run."""
+    return [{"prompts": prompts(), "max_tokens": tokens} for _ in range(ROUNDS) for tokens in (1, 1 + STEPS)]
+
+
+def decode_steps(done: list[dict[str, Any]]) -> list[float]:
+    """Seconds of a step, of each pair of `decode_runs`."""
+    pairs = zip(done[::2], done[1::2], strict=True)
+    return [(more["seconds"] - one["seconds"]) / STEPS for one, more in pairs]
 
 
 def row(found: dict[str, Any], link: float) -> dict[str, Any]:
@@ -78,9 +90,7 @@ def row(found: dict[str, Any], link: float) -> dict[str, Any]:
     made["misses"], made["counted"] = "", {}
     for i, streams in enumerate(STREAMS):
         these = done[first + 2 * ROUNDS * i : first + 2 * ROUNDS * (i + 1)]
-        timed = [run["seconds"] for run in these]
-        pairs = [(timed[j + 1] - timed[j]) / STEPS for j in range(0, 2 * ROUNDS, 2)]
-        made[f"decode_{streams}_tok_s"] = streams / statistics.median(pairs)
+        made[f"decode_{streams}_tok_s"] = streams / statistics.median(decode_steps(these))
         made["counted"][streams] = counted = a_call(these)
         made["misses"] += f"{counted.get('misses', 0):.2f} "
     return made | {"start_s": found["start_s"], "costs": done[-1]["counts"].get("costs"), "log": found["log"]}

@@ -205,7 +205,7 @@ def test_a_table_has_the_slots_of_its_round_and_leaves_other_groups_alone() -> N
     tables, held = Tables(3, 7, cpu, Lane(cpu)), {}
     for turn in range(5 * 3 * Tables.SENT):
         slots = {(turn + i) % 7: 40 + turn + i for i in range(turn % 4)}
-        held[turn % 3] = tables.send(turn % 3, slots), [slots.get(expert, ABSENT) for expert in range(7)]
+        held[turn % 3] = tables.send(turn % 3, slots)[0], [slots.get(expert, ABSENT) for expert in range(7)]
         assert all(table.tolist() == expected for table, expected in held.values())
 
 

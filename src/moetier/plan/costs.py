@@ -55,7 +55,7 @@ ENGINES = {
     ),
     "vllm-eager": Engine(
         "vllm-eager",
-        "measured: every kernel launched from Python",
+        "every kernel launched from Python: the layers measured, the rest assumed",
         Known(2.5e-3, 0.4, UNCAPTURED),
         Known(40e-6, 0.5, "assumed"),
         Known(3e-3, 0.5, "assumed"),

@@ -20,14 +20,20 @@ LABELS = {
     "ttft_128k_s": "first token after 128K",
     "start_s": "start",
 }
+
+
+def unit_of(name: str) -> str:
+    """Of a metric in LABELS."""
+    return "tokens/s" if name.endswith("tok_s") else "s"
+
+
 NAMES = {
-    **{name: f"{label} ({'tokens/s' if name.endswith('tok_s') else 's'})" for name, label in LABELS.items()},
+    **{name: f"{label} ({unit_of(name)})" for name, label in LABELS.items()},
     "host_gib": "host GiB",
     "device_gib": "device GiB",
     "slots_per_layer": "slots of a layer",
     "dram_records": "experts of a layer in DRAM",
 }
-UNITS = {"tok_s": "tokens/s", "s": "s"}
 SECONDS = {field.name for field in fields(Engine)} | {"cpu_call", "begin", "one", "few", "miss", "read"}
 """Costs that are times: an engine's, and some of the machine's and our kernels'."""
 
@@ -55,7 +61,7 @@ def lines(plan: Plan) -> Iterator[str]:
         if name not in plan.metrics or (name == "decode_streams_tok_s" and p.wanted.streams == 1):
             continue
         value, low, high = plan.metrics[name]
-        unit = UNITS["tok_s" if name.endswith("tok_s") else "s"]
+        unit = unit_of(name)
         yield f"  {label:24} {number(value):>10} {unit:9} ({number(low)} to {number(high)})"
     if q.draft is not None:
         value, low, high = plan.metrics["decode_no_draft_tok_s"]

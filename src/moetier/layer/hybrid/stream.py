@@ -85,8 +85,8 @@ class Tables:
         self._sent: list[Mark] = [None] * len(rows)
         self._turn, self._lane = 0, lane
 
-    def send(self, group: int, slots: Mapping[int, int]) -> torch.Tensor:
-        """The table of a group, int32 [experts] on the device: slots of experts, -1 for all others."""
+    def send(self, group: int, slots: Mapping[int, int]) -> tuple[torch.Tensor, Mark]:
+        """The table of a group, int32 [experts] on the device, and when it is there: slots of experts, else -1."""
         row = self._turn
         self._turn = (row + 1) % len(self._sent)
         if (sent := self._sent[row]) is not None:
@@ -96,8 +96,8 @@ class Tables:
         written[list(slots)] = list(slots.values())
         there = self._there[group]
         self._lane.copy(there.data_ptr(), written.ctypes.data, written.nbytes)
-        self._sent[row] = self._lane.mark()
-        return there
+        self._sent[row] = arrived = self._lane.mark()
+        return there, arrived
 
 
 class Streamer:
@@ -220,8 +220,7 @@ class Streamer:
             if token is not None:
                 copied(token, self._lane.mark())
             there[expert] = slot
-        table = self._tables.send(group, there)
-        return Round(tuple(there), group, table, self._lane.mark())
+        return Round(tuple(there), group, *self._tables.send(group, there))
 
     def _compute(self, call: Call, one: Round) -> None:
         self._lane.compute_after(one.arrived)
