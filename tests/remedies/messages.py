@@ -1,0 +1,115 @@
+"""Find every message of the package that tells its reader what to do, by walking the source.
+
+A message is a text that is raised, printed, logged or kept for that, and that holds an imperative, a command or an
+option. Docstrings, the command line's own help and templates of files are none. A scenario names a message by its file
+and a part of its template: `@remedy("store/check.py", "run the build again")`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "moetier"
+HOLE = "{}"
+"""Stands in a template for whatever is put in at run time."""
+
+VERBS = (
+    "accept add allow ask begin build call change check choose close commit copy correct create delete "
+    "describe download edit end export finish fix free get give hide install keep leave let limit list load "
+    "log look lower mail make measure mount move name open pass pin plan put quantize raise read rebuild "
+    "record reinstall release remove repair repeat replace report reset resolve restart restore run save say "
+    "see serve set shorten specify split start state stop take tell trim try turn unset update upgrade use "
+    "wait write "
+)
+BEFORE = r"(?:^|[;:(]\s*|[.,]\s+|\b(?:or|and|then|else|please|first)\s+)(?:please |first |then )?"
+IMPERATIVE = re.compile(rf"{BEFORE}(?:{'|'.join(VERBS.split())})\b(?!:)", re.IGNORECASE)
+COMMAND = re.compile(
+    r"\bmoetier (?:bench|calibrate|doctor|eval|identity|plan|prove|serve|stack|store|trace)\b"
+    r"|\bpip install|(?<![\w-])--[a-z][a-z-]+|\bapt-get\b|\bmake [a-z]+|\bulimit\b"
+)
+HELP = ("help", "description", "epilog", "short_help")
+"""Keyword arguments that carry the command line's help and the schema's."""
+NAMES = re.compile(r"^-[-\w=./{}]*$|^[\w.{}/-]*$|^<|^\s")
+"""Bare options, names, and pieces of markup: no sentence."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A text of the source; `template` has HOLE where values are put in."""
+
+    path: str
+    """Relative to src/moetier."""
+    line: int
+    template: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Match a text that was made from the template, wherever it stands in what was printed."""
+        parts = [r"\s+".join(map(re.escape, part.split(" "))) for part in self.template.split(HOLE)]
+        return re.compile(".*?".join(parts), re.DOTALL)
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """Return all of them, in the order of the files."""
+    return tuple(message for path in sorted(SOURCE.rglob("*.py")) for message in _in_file(path))
+
+
+def find(path: str, part: str) -> Message:
+    """Return the one message of a file whose template holds `part`."""
+    found = [message for message in messages() if message.path == path and part in message.template]
+    assert len(found) == 1, f"expected one message of {path} with {part!r}, found {[m.template for m in found]}"
+    return found[0]
+
+
+def _in_file(path: Path) -> Iterator[Message]:
+    tree = ast.parse(path.read_text())
+    skipped = {id(node) for part in _skipped(tree) for node in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in skipped or not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+            continue
+        skipped |= {id(part) for part in ast.walk(node)}
+        text = _template(node)
+        if text is not None and _tells_what_to_do(text):
+            yield Message(str(path.relative_to(SOURCE)), node.lineno, text)
+
+
+def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield docstrings (of attributes too), help texts, and what assertions say to developers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.value
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            yield node.msg
+        elif isinstance(node, ast.keyword) and node.arg in HELP:
+            yield node.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("Option", "Argument", "compile"):
+            yield node
+
+
+def _template(node: ast.AST) -> str | None:
+    """Return the text with HOLE for its values; None where it is no text."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_template(part) or HOLE for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _template(node.left), _template(node.right)
+        return None if left is right is None else (left or HOLE) + (right or HOLE)
+    return None
+
+
+def _tells_what_to_do(text: str) -> bool:
+    if NAMES.match(text) or " " not in text or "\n" in text.strip() or text[:1].isupper():
+        return False
+    return bool(IMPERATIVE.search(text) or COMMAND.search(text))
+
+
+if __name__ == "__main__":
+    for message in messages():
+        print(f"{message.path}:{message.line}: {message.template}")
