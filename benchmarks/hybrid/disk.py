@@ -20,7 +20,7 @@ import torch
 
 from moetier.kernels.gpu import DeviceExperts
 from moetier.layer.fit import records_that_fit
-from moetier.layer.hybrid import HybridLayer, HybridModel, SlotPlan
+from moetier.layer.hybrid import HybridLayer, HybridModel, Launch, SlotPlan
 from moetier.layer.model import TieredModel
 from moetier.residency import DiskReader, Step
 from moetier.settings import Settings
@@ -107,7 +107,7 @@ def check(store: Store, whole: Whole, share: float, dram: str, arguments: Namesp
         live = pick.randint(1, tokens) if captured else tokens
         padded += live < tokens
         step = Step(min(live, 8), prefill=tokens > 16)
-        hybrid.before_step(live, step)
+        hybrid.before_step(Launch.plain(live), step)
         for index, layer in enumerate(served):
             x = torch.randn(tokens, g.hidden, device="cuda", generator=rng).bfloat16()
             scores = skew[index] - torch.log(-torch.log(torch.rand(tokens, g.experts, device="cuda", generator=rng)))

@@ -8,10 +8,13 @@ moetier counted.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
+import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -47,6 +50,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
 """How vLLM captures: nothing; decode steps whole; all small steps in pieces, without Inductor; and its default."""
 
 READY, RESULT = "ready", "result: "
+REASON = re.compile(r"Traceback|Error\b|ERROR|Fatal|terminate called")
 TIMEOUT = 540
 
 
@@ -54,8 +58,15 @@ class Engine:
     """A process that starts an engine, waits for `go`, and does its runs. One that must end early is to be killed."""
 
     def __init__(
-        self, runs: Sequence[Mapping[str, Any]], environment: Mapping[str, str] | None = None, **arguments: Any
+        self,
+        runs: Sequence[Mapping[str, Any]],
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        timeout: float = TIMEOUT,
+        **arguments: Any,
     ) -> None:
+        """log: where the whole of what the process writes is kept if it fails. timeout: seconds to start, and to run."""
+        self._log, self._timeout = log, timeout
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -86,8 +97,8 @@ class Engine:
 
     def wait(self) -> None:
         """Until the engine has started; RuntimeError where it has not."""
-        if not self._ready.wait(TIMEOUT) or READY not in self.lines:
-            self.end()
+        if not self._ready.wait(self._timeout) or READY not in self.lines:
+            self._stop()
             raise RuntimeError(self._failure())
 
     def go(self) -> None:
@@ -98,12 +109,22 @@ class Engine:
     def end(self) -> int:
         """Wait for the process, and kill it where it does not end; its exit code."""
         try:
-            code = self.process.wait(TIMEOUT)
+            code = self.process.wait(self._timeout)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
+            code = self._stop()
         self._reader.join(10)
         return code
+
+    def _stop(self) -> int:
+        """End a process that hangs: by a signal of which Python tells where every thread is, else for good."""
+        self.process.send_signal(signal.SIGABRT)
+        try:
+            return self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            self._reader.join(10)
 
     def result(self) -> dict[str, Any]:
         """What it found; RuntimeError with the end of its log where it failed."""
@@ -115,13 +136,25 @@ class Engine:
         return result
 
     def _failure(self) -> str:
-        log = "\n".join(line for line in self.lines if not line.startswith(RESULT))
-        return f"engine ended with {self.process.poll()}:\n{log[-6000:]}"
+        """What it said first that sounds like a reason, and last: dumps between them are long."""
+        lines = [line for line in self.lines if not line.startswith(RESULT)]
+        if self._log is not None:
+            self._log.write_text("\n".join(lines))
+        first = next((i for i, line in enumerate(lines) if REASON.search(line)), len(lines))
+        reason = "\n".join(line[:400] for line in lines[first : first + 60])
+        after = "" if len(lines) == len(self.lines) else " after it had given its result"
+        return f"engine ended with {self.process.poll()}{after}:\n{reason}\n...\n{chr(10).join(lines)[-3000:]}"
 
 
-def engine(runs: list[dict[str, Any]], environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+def engine(
+    runs: list[dict[str, Any]],
+    environment: dict[str, str] | None = None,
+    log: Path | None = None,
+    timeout: float = TIMEOUT,
+    **arguments: Any,
+) -> dict[str, Any]:
     """The result of a new process."""
-    started = Engine(runs, environment, **arguments)
+    started = Engine(runs, environment, log, timeout, **arguments)
     started.go()
     return started.result()
 
@@ -147,6 +180,7 @@ def prompts_of(model: Path, count: int) -> list[list[int]]:
 
 
 def main() -> None:
+    faulthandler.enable()
     job = json.loads(sys.stdin.readline())
     begun = time.monotonic()
     from vllm import LLM
@@ -187,6 +221,7 @@ def run(llm: Any, one: Mapping[str, Any]) -> dict[str, Any]:
         "different": different,
         "memory": memory,
         "counts": counts(),
+        "acceptance": acceptance(llm),
     }
 
 
@@ -199,6 +234,16 @@ def answers(outputs: list[Any]) -> dict[str, Any]:
             for output in outputs
         ],
     }
+
+
+def acceptance(llm: Any) -> list[float]:
+    """Share of the guesses at each position that was accepted so far; [] where nothing guesses, or nobody counts."""
+    if not getattr(llm.llm_engine, "log_stats", False):
+        return []
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    drafts = getattr(metrics.get("vllm:spec_decode_num_drafts"), "value", 0)
+    accepted = getattr(metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos"), "values", [])
+    return [each / drafts for each in accepted] if drafts else []
 
 
 def memory_mib() -> dict[str, int]:

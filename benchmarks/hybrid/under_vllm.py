@@ -214,7 +214,7 @@ def main() -> int:
     def show(row: dict[str, Any]) -> None:
         hidden = ("what", "log", "error", "counted")
         cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k not in hidden]
-        print(f"{row['what']:52} {'  '.join(cells)}{row.get('error', '')[-2500:]}", flush=True)
+        print(f"{row['what']:52} {'  '.join(cells)}{row.get('error', '')}", flush=True)
         rows.append(row)
         if os.environ.get("OUT"):
             Path(os.environ["OUT"], f"vllm-{arguments.part}.json").write_text(json.dumps(rows, indent=1))

@@ -72,6 +72,9 @@ class Settings(BaseModel):
     check_at_end: bool = Field(
         False, description="when the server ends, compare its tables and the bytes of every record in DRAM"
     )
+    check_staging: bool = Field(
+        False, description="for tests: assert at every copy that the staging slot has no other writer in this step"
+    )
     counters_folder: Path | None = Field(
         None, description="where each process writes what it counted, for /metrics (`moetier serve` sets it)"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,8 @@ from moetier.residency import Step
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moetier.errors import SettingsError
+from moetier.layer.hybrid import Launch
+from moetier.serve.failure import read_failure, read_words
 from moetier.serve.vllm import runtime
 from moetier.serve.vllm.steps import StepAware, step_of
 from moetier.settings import Settings
@@ -89,7 +92,7 @@ def test_failure_ends_the_process_only_among_ranks(model: SimpleNamespace, monke
 def test_failure_before_the_forward_ends_a_rank_too(model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    broken: Any = SimpleNamespace(before_step=lambda tokens, step: [][tokens])
+    broken: Any = SimpleNamespace(before_step=lambda launch, step: [][launch.scheduled])
     monkeypatch.setattr(runtime, "_hybrids", {"one": broken})
     model.part.ranks = 2
     with pytest.raises(IndexError):
@@ -117,12 +120,38 @@ def test_vllm_has_what_we_stand_on() -> None:
     assert MoetierCpuWorker.load_model is StepAware.load_model
 
 
-def test_a_block_of_guesses_counts_as_real_tokens(model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block drafter runs sequences x (guesses + 1) tokens, whatever was scheduled."""
-    told: list[int] = []
-    monkeypatch.setattr(runtime, "begin_step", lambda step, tokens: told.append(tokens))
+def test_guesses_are_real_rows_and_choose_no_graph(model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block drafter runs sequences x (guesses + 1) tokens, but what is scheduled chooses the model's graph."""
+    told: list[Launch] = []
+    monkeypatch.setattr(runtime, "begin_step", lambda step, launch: told.append(launch))
     worker = Ours()
     worker.execute_model(scheduled({"a": 1, "b": 1}))
     worker.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=5))
     worker.execute_model(scheduled({"a": 1, "b": 1}))
-    assert told == [2, 2 + 2 * 6]
+    assert told == [Launch(2, 2), Launch(2, 2 + 2 * 6, drafts=True)]
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+def test_any_exception_of_the_engine_leaves_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """Raised by vLLM, in a step of ours: the file that the launcher reads has it. What we know better replaces it."""
+    settings = Settings(store=tmp_path, failure_file=tmp_path / "failure.json", slots=slots)
+    model: Any = SimpleNamespace(context=Context(), part=SimpleNamespace(ranks=1))
+    monkeypatch.setattr(runtime, "_models", {settings: model})
+    with pytest.raises(ValueError, match="thirteen"):
+        Ours().execute_model(scheduled({"a": 13}))
+    assert read_words(settings.failure_file) == "ValueError: thirteen"
+    assert settings.failure_file is not None
+    assert read_failure(settings.failure_file) is None
+    late: Any = SimpleNamespace(tell_if_late=lambda: None)
+    monkeypatch.setattr(runtime, "_hybrids", {settings: late} if slots else {})
+    runtime.tell_failure(RuntimeError("second"))
+    assert read_words(settings.failure_file) == "ValueError: thirteen"
+    runtime.tell_failure(SettingsError("what it was: expected A, found B; do C"))
+    assert read_words(settings.failure_file) == "what it was: expected A, found B; do C"
+    runtime.tell_failure(SettingsError("a later one"))
+    runtime.tell_failure(RuntimeError("CUDA error"))
+    failure = read_failure(settings.failure_file)
+    assert str(failure) == "what it was: expected A, found B; do C"
+    assert list(tmp_path.iterdir()) == [settings.failure_file]

@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moetier.errors import CheckpointError, SettingsError, UnsupportedModelError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
-from moetier.layer.hybrid import HybridLayer, HybridModel, SlotPlan
+from moetier.layer.hybrid import HybridLayer, HybridModel, Launch, SlotPlan
 from moetier.residency import UNKNOWN, Step
 from moetier.serve.naming import layer_number
 from moetier.serve.tensors import run_hybrid_layer, run_layer
@@ -134,7 +134,7 @@ def _tell_of_steps(model: PreTrainedModel, hybrid: HybridModel, max_tokens: int)
         ids = arguments[0] if arguments else named.get("input_ids")
         hybrid.after_step(UNKNOWN if ids is None else Step(ids.shape[0], prefill=ids.shape[1] > 1))
 
-    model.register_forward_pre_hook(lambda *_: hybrid.before_step(max_tokens))
+    model.register_forward_pre_hook(lambda *_: hybrid.before_step(Launch.plain(max_tokens)))
     model.register_forward_hook(after, with_kwargs=True)
 
 

@@ -20,7 +20,7 @@ from typing import IO
 
 from moetier.errors import MoetierError, SettingsError
 from moetier.serve.command import ServeRequest, arguments, environment, url_from_here
-from moetier.serve.failure import read_failure
+from moetier.serve.failure import read_failure, read_words
 from moetier.serve.guard import end_group, guarded
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,10 @@ def run(
         failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
     if not failure:
         check_port(request.host, request.port)  # somebody else may have been faster
+    words = read_words(request.settings.failure_file)
     raise failure or ServerFailedError(
-        f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}; "
+        f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}"
+        f"{f' ({words})' if words else ''}; "
         + (
             f"its log is {request.log_file}, the end of it:\n{last_lines(request.log_file, 12)}"
             if request.log_file

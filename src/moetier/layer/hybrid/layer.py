@@ -94,15 +94,16 @@ class HybridLayer:
             return out
         planned = streamer is None or path.decodes(tokens) or torch.cuda.is_current_stream_capturing()
         if planned and tokens <= path.tokens:
-            if streamer is not None:
-                streamer.forget()
+            self.forget_ahead()
             return path.forward(self.tables, x, ids, weights, out)
         assert streamer is not None, f"{tokens} tokens, and the mailbox takes {path.tokens}"
         for start in range(0, tokens, streamer.max_tokens):
             part = slice(start, start + streamer.max_tokens)
             self.stream(x[part], ids[part], weights[part], out[part])
-        if self.following is not None and self._shared.context.real:
+        if self.following is not None and self._shared.context.real and not streamer.ledger.replayed:
             self.following.stream_ahead(tokens)
+        else:
+            streamer.forget()  # the next call may be a graph
         return out
 
     def stream_ahead(self, tokens: int) -> None:
@@ -118,6 +119,11 @@ class HybridLayer:
             hottest = np.argsort(-self._last, kind="stable")
             experts = hottest[likely[hottest]][: streamer.room].tolist()
             streamer.ahead(self.index, list(zip(experts, self.tier.addresses[experts].tolist(), strict=True)))
+
+    def forget_ahead(self) -> None:
+        """What comes next on the current stream may be calls that the device plans, in graphs or not."""
+        if self._shared.streamer is not None:
+            self._shared.streamer.forget()
 
     @property
     def all_in_memory(self) -> bool:

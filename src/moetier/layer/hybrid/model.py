@@ -19,6 +19,7 @@ from moetier.kernels.gpu.cuda_path import CudaPath
 from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, Mail, pinned
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.check import check_paths
+from moetier.layer.hybrid.launch import Launch
 from moetier.layer.hybrid.layer import HybridLayer, Shared
 from moetier.layer.hybrid.rates import DeviceCalls, measure_costs
 from moetier.layer.hybrid.refill import Refiller, Told
@@ -97,7 +98,8 @@ class HybridModel:
         streamer = None
         if len(staging) >= 2:
             many = CudaPath(sizes, max_tokens, device)
-            streamer = Streamer(sizes, max_tokens, self.slots, staging, self._bytes, many)
+            check = tiers.settings.check_staging
+            streamer = Streamer(sizes, max_tokens, self.slots, staging, self._bytes, many, check=check)
         self._lock = threading.Lock()
         self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock, tiers.context)
         self._registered = Registered()
@@ -184,22 +186,27 @@ class HybridModel:
         self.set_costs(self._measure())
         return checked
 
-    def before_step(self, tokens: int, step: Step = UNKNOWN) -> None:
-        """A step of `tokens` real tokens is about to be launched on the current stream."""
+    def before_step(self, launch: Launch, step: Step = UNKNOWN) -> None:
+        """A step is about to be launched on the current stream."""
         if self._refiller is None:
             self._refiller = self._make_refiller()
-        many = step.prefill and tokens > self.path.tokens
-        if self._may_miss and not many:
+        by_host = launch.scheduled > self.path.tokens
+        if self._may_miss and (launch.drafts or not (by_host and step.prefill)):
             self._mailbox.wake()  # else the device asks the CPU for nothing, and its threads may rest
-        self.path.live.fill_(tokens)
-        if self._shared.streamer is not None:
-            self._shared.streamer.forget()  # captured graphs use the staging slots and tell nobody
-        if many and self.layers[0].all_in_memory:
-            self.layers[0].stream_ahead(tokens)
+        self.path.live.fill_(launch.live)
+        if self._shared.streamer is None:
+            return
+        self._shared.streamer.forget()
+        self._shared.streamer.ledger.begin_step(replayed=not by_host)
+        if by_host and step.prefill and self.layers[0].all_in_memory:
+            self.layers[0].stream_ahead(launch.scheduled)
 
     def after_step(self, step: Step = UNKNOWN) -> None:
-        """The step was launched: learn from an earlier one, and start copies into spare slots."""
+        """The step's model was launched, its drafter not: learn from an earlier step, start copies into spare slots."""
         assert self._refiller is not None, "before_step comes first"
+        if self._shared.streamer is not None:
+            self._shared.streamer.forget()  # a drafter's graphs use the staging slots and tell nobody
+            self._shared.streamer.ledger.end_step()
         self._refiller.after_step(step)
 
     def set_costs(self, costs: Costs) -> None:
@@ -238,20 +245,21 @@ class HybridModel:
         while not self._closed.is_set():
             request = self._mailbox.await_help(HELP_MS)
             if request is None:
-                self._look_whether_late()
+                self.tell_if_late()
                 continue
-            layers = {layer.index: layer for layer in self.layers}
             try:
+                layers = {layer.index: layer for layer in self.layers}
                 layers[request.layer].help(request)
             except Exception as error:  # the device must hear of it, whatever it is
                 try:
-                    self._fail(error if isinstance(error, MoetierError) else MoetierError(repr(error)))
+                    self._fail(error if isinstance(error, MoetierError) else _ours(error))
                 finally:
                     self._mailbox.refuse(request)
                 continue
             self._mailbox.answer(request)
 
-    def _look_whether_late(self) -> None:
+    def tell_if_late(self) -> None:
+        """Say why the device stopped, if it gave up waiting for the CPU; from any thread."""
         mail = self.path.mail
         if mail.late and mail.late == mail.refused and not self._failed:
             self._fail(
@@ -268,7 +276,7 @@ class HybridModel:
 
     def _fail(self, error: MoetierError) -> None:
         self._failed = True
-        logger.error("%s", error)
+        logger.error("%s", error, exc_info=error.__cause__)
         self._on_failure(error)
 
     def check_integrity(self) -> None:
@@ -294,8 +302,14 @@ class HybridModel:
         self._closed.set()
         self._mailbox.close()
         self._helper.join()
-        self._look_whether_late()
+        self.tell_if_late()
         self._registered.close()
+
+
+def _ours(error: Exception) -> MoetierError:
+    failure = MoetierError(f"a request of the device could not be answered, a fault of moetier: {error!r}")
+    failure.__cause__ = error
+    return failure
 
 
 def mail_arrays(mail: Mail) -> MailArrays:

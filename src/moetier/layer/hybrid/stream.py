@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moetier.kernels.gpu.base import Call, DevicePath, Sizes
 from moetier.layer.hybrid.lane import Lane, Mark
+from moetier.layer.hybrid.ledger import StagingLedger, Writer
 
 GROUPS = 4
 
@@ -103,7 +104,8 @@ class Tables:
 class Streamer:
     """Calls of up to `max_tokens` tokens over the slots of all layers, `staging` of them for records on their way.
 
-    While records are on their way for a coming call (`ahead`), nothing else may use the staging slots before `forget`.
+    While records are on their way for a coming call (`ahead`), nothing else may use the staging slots before `forget`;
+    `ledger` says who may when.
     """
 
     def __init__(
@@ -115,8 +117,11 @@ class Streamer:
         record_bytes: int,
         path: DevicePath,
         groups: int = GROUPS,
+        check: bool = False,
     ) -> None:
-        """record_bytes: of a record, up to a slot's stride. path: kernels for calls of that many tokens."""
+        """record_bytes: of a record, up to a slot's stride. path: kernels for calls of that many tokens. check: see
+        StagingLedger.
+        """
         assert len(staging) >= 2, "streaming wants two staging slots at least"
         assert record_bytes <= slots.shape[1], "a record longer than a slot"
         g, device = sizes.geometry, slots.device
@@ -129,10 +134,7 @@ class Streamer:
         self._free: list[Mark] = [None] * number
         self._turn = 0
         self._coming: list[Round] = []
-        self._layer = -1
-        """Which layer the coming rounds are for."""
-        self._own = False
-        """Nothing but our rounds used the staging slots since `_free` was marked."""
+        self.ledger = StagingLedger(staging, check)
         self._rows = torch.zeros((max_tokens, g.top_k, g.hidden), dtype=torch.float32, device=device)
         ids = torch.zeros((max_tokens, g.top_k), dtype=torch.int32)
         self._ids = ids.pin_memory() if device.type == "cuda" else ids
@@ -148,10 +150,9 @@ class Streamer:
         They lie in memory that the device can read and stay as they are until that call, or `forget`.
         """
         assert len(records) <= self.room, "more records than staging slots"
-        assert not self._coming, "records are on their way for another call: forget them first"
-        if not self._own:
+        if self.ledger.writer is not Writer.HOST:
             self._begin()
-        self._layer = layer
+        self.ledger.ahead(layer)
         size = len(self._groups[0])
         for start in range(0, len(records), size):
             self._coming.append(self._fill((expert, at, None) for expert, at in records[start : start + size]))
@@ -160,7 +161,9 @@ class Streamer:
         """Nothing is for a coming call; what the current stream is given from now on may use the staging slots."""
         if self._coming:
             self._lane.compute_after(self._coming[-1].arrived)
-        self._coming, self._own = [], False
+        self._coming = []
+        self.ledger.called()
+        self.ledger.device_takes()
 
     def start(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, slot_table: torch.Tensor
@@ -169,10 +172,11 @@ class Streamer:
 
         x bf16 [T, hidden], ids int32 and weights float32 [T, top_k], T up to `max_tokens`; slot_table int32 [experts].
         """
-        if self._layer != layer:
+        if self.ledger.coming != layer:
             self.forget()
         if not self._coming:
             self._begin()
+        self.ledger.called()
         tokens = x.shape[0]
         on_host = self._ids[:tokens]
         on_host.copy_(ids, non_blocking=True)
@@ -203,7 +207,8 @@ class Streamer:
 
     def _begin(self) -> None:
         """What the current stream was given so far may read any staging slot; from now on they are ours."""
-        self._free, self._own = [self._lane.compute_mark()] * len(self._groups), True
+        self._free = [self._lane.compute_mark()] * len(self._groups)
+        self.ledger.host_takes()
 
     def _fill(
         self,
@@ -216,6 +221,7 @@ class Streamer:
         self._lane.after(self._free[group])
         first, stride = self._slots.data_ptr(), self._slots.stride(0)
         for slot, (expert, address, token) in zip(self._groups[group], records, strict=False):
+            self.ledger.copied(slot)
             self._lane.copy(first + slot * stride, address, self._bytes)
             if token is not None:
                 copied(token, self._lane.mark())

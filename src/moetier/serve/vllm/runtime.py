@@ -17,7 +17,7 @@ from moetier import machine
 from moetier.errors import MoetierError, SettingsError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
-from moetier.layer.hybrid import HybridModel
+from moetier.layer.hybrid import HybridModel, Launch
 from moetier.layer.model import IntegrityError
 from moetier.layer.selfcheck import self_check
 from moetier.residency import Part, Step
@@ -179,19 +179,33 @@ def warm_up() -> None:
         )
 
 
-def begin_step(step: Step, tokens: int) -> None:
-    """The engine is about to run a step of so many tokens."""
+def begin_step(step: Step, launch: Launch) -> None:
+    """The engine is about to launch a step."""
     for model in _models.values():
         model.context.step = step
         model.context.real = True
     for hybrid in _hybrids.values():
-        hybrid.before_step(tokens, step)
+        hybrid.before_step(launch, step)
 
 
 def end_step(step: Step) -> None:
     """The step was launched."""
     for hybrid in _hybrids.values():
         hybrid.after_step(step)
+
+
+def tell_failure(error: Exception) -> None:
+    """`error` ends this process: say why, in the log and where the launcher looks.
+
+    A device that stopped because the CPU did not answer fails with words of CUDA's; the mailbox knows better.
+    """
+    with contextlib.suppress(Exception):
+        for hybrid in _hybrids.values():
+            hybrid.tell_if_late()
+    for settings in _models:
+        with contextlib.suppress(Exception), reported(settings.failure_file):
+            raise error
+    logger.error("moetier: the engine's process ends of %s: %s", type(error).__name__, error, exc_info=error)
 
 
 def ranks() -> int:
