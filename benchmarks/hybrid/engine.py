@@ -65,7 +65,7 @@ class Engine:
         timeout: float = TIMEOUT,
         **arguments: Any,
     ) -> None:
-        """log: where the whole of what the process writes is kept if it fails. timeout: seconds to start, and to run."""
+        """log: where all that the process writes is kept if it fails. timeout: seconds to start, and again to run."""
         self._log, self._timeout = log, timeout
         self.process = subprocess.Popen(
             [sys.executable, __file__],
