@@ -17,7 +17,8 @@ from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
 from moetier.kernels.cpu.mailbox import Mailbox
 from moetier.kernels.gpu import DeviceExperts
 from moetier.kernels.gpu.base import Sizes
-from moetier.kernels.gpu.hybrid import COUNTS, Costs, HybridPath, LayerTables, pinned
+from moetier.kernels.gpu.hybrid import Costs, HybridPath, LayerTables, pinned
+from moetier.kernels.protocol import COUNTS, word
 from moetier.layer.hybrid.model import mail_arrays
 from moetier.layer.hybrid.rates import DeviceCalls, measure_costs
 from moetier.residency.arena import Arena
@@ -27,8 +28,7 @@ from moetier.residency.registered import Registered
 PATTERNS = 16
 """Different records; layers repeat them in an order of their own."""
 STAGING, TOKENS, PATIENCE = 64, 64, 20.0
-POSTED, ANSWERED = 0, 16
-"""Words of box.cuh."""
+POSTED, ANSWERED = word("posted"), word("answered")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-// The CPU's end of the mailbox (box.cuh): a thread that waits for the device's requests, has the experts computed and
-// answers.
+// The CPU's end of the mailbox (protocol.h): a thread that waits for the device's requests, has the experts computed
+// and answers.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "box.cuh"
 #include "core/experts.h"
+#include "protocol.h"
 
 namespace moetier {
 

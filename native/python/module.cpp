@@ -17,7 +17,8 @@
 
 namespace nb = nanobind;
 
-void bind_mailbox(nb::module_ &module); // mailbox.cpp
+void bind_mailbox(nb::module_ &module);  // mailbox.cpp
+void bind_protocol(nb::module_ &module); // protocol.cpp
 
 namespace {
 
@@ -196,4 +197,5 @@ NB_MODULE(_native, module) {
       });
 
   bind_mailbox(module);
+  bind_protocol(module);
 }

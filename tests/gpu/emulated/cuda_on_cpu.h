@@ -140,12 +140,15 @@ inline void launch(const std::function<void()> &kernel, Index grid, unsigned thr
     if (each.joinable()) each.join();
 }
 
-// Arguments as the launcher passes them: 8 bytes each, of which an int takes the low 4.
+// Arguments as the launcher passes them: 8 bytes each, of which an int takes the low 4; of a struct its address.
 template <class... P, size_t... I>
 void call(void (*kernel)(P...), const uint64_t *values, std::index_sequence<I...>) {
   auto one = [](auto type, uint64_t value) {
     decltype(type) argument;
-    memcpy(&argument, &value, sizeof argument);
+    if constexpr (std::is_class_v<decltype(type)>)
+      memcpy(&argument, reinterpret_cast<const void *>(value), sizeof argument);
+    else
+      memcpy(&argument, &value, sizeof argument);
     return argument;
   };
   kernel(one(P{}, values[I])...);

@@ -38,14 +38,20 @@ class Kernel:
     def launch(
         self,
         grid: tuple[int, ...],
-        arguments: Sequence[torch.Tensor | int | None],
+        arguments: Sequence[torch.Tensor | ctypes.Structure | int | None],
         dependent: bool = False,
         shared_bytes: int | None = None,
         together: bool = False,
     ) -> None:
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a or 0 for a in arguments]
+        values = [_value(a) for a in arguments]
         shared = self._shared_bytes if shared_bytes is None else shared_bytes
         self._function(grid[0], grid[1], self._threads, shared, together, (ctypes.c_uint64 * len(values))(*values))
+
+
+def _value(argument: torch.Tensor | ctypes.Structure | int | None) -> int:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument or 0
 
 
 class Emulation:
@@ -68,7 +74,7 @@ class Emulation:
         return {name: Kernel(self._libraries[key][f"launch_{name}"], *sizes) for name, sizes in kernels.items()}
 
     def _compile(self, source: str, macros: Mapping[str, str | int], kernels: list[str]) -> ctypes.CDLL:
-        for path in nvrtc.SOURCES.glob("*.cu*"):
+        for path in nvrtc.SOURCES.glob("*.*"):
             (self._folder / path.name).write_text(without_assembly(path.read_text()))
         main = self._folder / "main.cpp"
         parameters = "unsigned x, unsigned y, unsigned threads, size_t shared, bool together, const uint64_t *values"

@@ -13,7 +13,8 @@ from moetier.kernels.cpu import CpuExperts, ThreadPool  # noqa: E402
 from moetier.kernels.cpu.mailbox import Mailbox  # noqa: E402
 from moetier.kernels.gpu import hybrid  # noqa: E402
 from moetier.kernels.gpu.cuda_path import CudaPath  # noqa: E402
-from moetier.kernels.gpu.hybrid import ALL_CPU, ALL_STREAM, COUNTS, Costs, HybridPath, LayerTables  # noqa: E402
+from moetier.kernels.gpu.hybrid import ALL_CPU, ALL_STREAM, Costs, HybridPath, LayerTables  # noqa: E402
+from moetier.kernels.protocol import COUNTS  # noqa: E402
 from moetier.layer.hybrid.model import mail_arrays  # noqa: E402
 from moetier.residency.arena import Arena  # noqa: E402
 from tests.gpu.emulated.test_decode import CPU, V4, Case, emulated, emulation  # noqa: E402, F401

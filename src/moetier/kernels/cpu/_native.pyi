@@ -6,6 +6,11 @@ from numpy.typing import NDArray
 
 def available_isas() -> list[str]: ...
 
+Field = tuple[str, str, int, int]
+"""Name, kind, how many, and the offset in bytes."""
+
+def protocol() -> tuple[dict[str, tuple[int, tuple[Field, ...]]], dict[str, int], dict[str, int]]: ...
+
 class Pool:
     def __init__(self, threads: int, cpus: list[list[int]]) -> None: ...
     @property

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from moetier.kernels.cpu import _native
 from moetier.kernels.cpu.experts import CpuExperts
 from moetier.kernels.cpu.pool import ThreadPool
+from moetier.kernels.protocol import word
 
 
 @dataclass(frozen=True)
 class MailArrays:
-    """The mailbox's memory as arrays: see box.cuh and native/core/mailbox.h.
+    """The mailbox's memory as arrays: see protocol.h and native/core/mailbox.h.
 
-    box int32 [32]; ids int32, weights float32 [T, top_k]; x uint16 (bf16 bits) [T, hidden]; streamed int32: experts
-    that the device takes from DRAM by itself; rows float32 [T, top_k, hidden].
+    box int32 [words of Box]; ids int32, weights float32 [T, top_k]; x uint16 (bf16 bits) [T, hidden]; streamed int32:
+    experts that the device takes from DRAM by itself; rows float32 [T, top_k, hidden].
     """
 
     box: NDArray[np.int32]
@@ -92,9 +93,9 @@ class Mailbox:
         number = self._native.await_help(milliseconds)
         if not number:
             return None
-        mail, tokens = self._mail, int(self._mail.box[2])
-        streamed = mail.streamed[: int(mail.box[3])]
-        layer = int(mail.box[1])
+        mail, box = self._mail, self._mail.box
+        tokens, layer = int(box[word("tokens")]), int(box[word("layer")])
+        streamed = mail.streamed[: int(box[word("streamed")])]
         return Request(
             number, layer, mail.x[:tokens], mail.ids[:tokens], mail.weights[:tokens], streamed, mail.rows[:tokens]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,38 +12,17 @@ from moetier.formats import BLOCK
 from moetier.kernels.gpu import nvrtc
 from moetier.kernels.gpu.base import Call, Sizes, largest_divisor
 from moetier.kernels.oracle import segments
+from moetier.kernels.protocol import MAX_PAIRS, STEP_THREADS, HybridStep
 
-MAX_PAIRS = 128
-"""Of FewTokens; decode.cuh has the same number."""
 THREADS = 256
 META_BYTES = 8
 GROUP = 8
-"""Pairs of one expert that share a pass over its weights in decode.cuh."""
+"""Pairs of one expert that share a pass over its weights in decode.cuh, which is told."""
 FIXED_SHARED_BYTES = 8192
 """More than the kernels' own static shared memory."""
 
 
-@dataclass(frozen=True)
-class HybridArguments:
-    """What the kernels of a hybrid step are given beside the call; nothing where the step is not hybrid."""
-
-    live: torch.Tensor | None = None
-    """int32 [1] on the device: how many of the tokens are real."""
-    step: torch.Tensor | None = None
-    box: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    patience_ns: int = 0
-    plan: tuple[torch.Tensor | int | None, ...] = (None,) * 12
-    """What a kernel needs beside these to plan the step by itself, in the order of decode_one's parameters."""
-
-    def up(self) -> tuple[torch.Tensor | None, ...]:
-        return self.live, self.step
-
-    def down(self) -> tuple[torch.Tensor | int | None, ...]:
-        return self.live, self.step, self.box, self.counts, self.patience_ns
-
-
-NOT_HYBRID = HybridArguments()
+NOT_HYBRID = HybridStep()
 
 
 @dataclass(frozen=True)
@@ -147,14 +127,11 @@ class OneToken:
         one = one_sizes(sizes, OneDevice.of(device))
         return cls(sizes, one, device, box_tokens) if one else None
 
-    def run(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: HybridArguments) -> None:
+    def run(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: ctypes.Structure) -> None:
         """Without `out`, into `call.rows`."""
         self._kernel.launch(
             (self._blocks, 1),
-            (
-                *(call.x, *_route(call), between.hq, between.hmeta, self._progress, call.rows, out),
-                *(*hybrid.down(), *hybrid.plan),
-            ),
+            (call.x, *_route(call), between.hq, between.hmeta, self._progress, call.rows, out, hybrid),
             dependent=True,
             together=True,
         )
@@ -177,7 +154,7 @@ def few_macros(sizes: Sizes, box_tokens: int = 0) -> dict[str, str | int]:
     """What decode.cu is compiled with. box_tokens: for hybrid steps of at most so many tokens."""
     depths = {"UP_DEPTH": RING.up_depth, "DOWN_DEPTH": RING.down_depth}
     stages = {"UP_BLOCKS_A_STAGE": RING.up_blocks, "DOWN_BLOCKS_A_STAGE": RING.down_blocks}
-    return sizes.macros(box_tokens) | depths | stages
+    return sizes.macros(box_tokens) | depths | stages | {"GROUP": GROUP}
 
 
 def _up_warps(sizes: Sizes) -> int:
@@ -219,27 +196,27 @@ class FewTokens:
             "down_decode": (THREADS, self._down_ring + self.max_pairs * self._item_bytes),
         }
         if box_tokens:
-            kernels["begin_step"] = (THREADS, 0)
+            kernels["begin_step"] = (STEP_THREADS, 0)
         self.kernels = nvrtc.load("decode.cu", few_macros(sizes, box_tokens), device, kernels)
 
-    def run(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: HybridArguments) -> None:
+    def run(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: ctypes.Structure) -> None:
         """Without `out`, into `call.rows`. The second and third launch start while the one before still runs."""
         blocks = call.x.numel() // BLOCK
         if hybrid is NOT_HYBRID:  # else begin_step has done it
             self.kernels["quantize_decode"].launch((-(-blocks // 8), 1), (call.x, between.q, between.meta, blocks))
         self.matrices(call, out, between, hybrid)
 
-    def matrices(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: HybridArguments) -> None:
+    def matrices(self, call: Call, out: torch.Tensor | None, between: Activations, hybrid: ctypes.Structure) -> None:
         """The two launches that read weights."""
         pairs, h = call.ids.numel(), (between.hq, between.hmeta)
         self.kernels["gate_up_decode"].launch(
             (self._h_blocks, pairs),
-            (between.q, between.meta, *_route(call), pairs, *h, *hybrid.up()),
+            (between.q, between.meta, *_route(call), pairs, *h, hybrid),
             dependent=True,
         )
         self.kernels["down_decode"].launch(
             (self._row_tiles, 1),
-            (*h, *_route(call), pairs, call.rows, out, *hybrid.down()),
+            (*h, *_route(call), pairs, call.rows, out, hybrid),
             dependent=True,
             shared_bytes=self._down_ring + pairs * self._item_bytes,
         )

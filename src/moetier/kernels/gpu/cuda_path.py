@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,8 +10,9 @@ import torch
 from moetier.formats import BLOCK
 from moetier.kernels.gpu import nvrtc
 from moetier.kernels.gpu.base import Call, Sizes, largest_divisor
-from moetier.kernels.gpu.cuda_decode import MAX_PAIRS, NOT_HYBRID, Activations, FewTokens, HybridArguments, OneToken
+from moetier.kernels.gpu.cuda_decode import NOT_HYBRID, Activations, FewTokens, OneToken
 from moetier.kernels.oracle import segments
+from moetier.kernels.protocol import MAX_PAIRS
 
 THREADS = 256
 
@@ -167,16 +169,15 @@ class CudaPath:
             k["join_slices"].launch((pairs, 1), (self.parts, call.ids, call.slot_table, pairs, call.rows))
 
     def _combine(self, call: Call, slot_table: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.combine_hybrid(call, slot_table, out, None, NOT_HYBRID)
+        self.combine_hybrid(call, slot_table, out, NOT_HYBRID)
 
     def combine_hybrid(
         self,
         call: Call,
         slot_table: torch.Tensor | None,
         out: torch.Tensor,
-        box_rows: torch.Tensor | None,
-        hybrid: HybridArguments,
+        hybrid: ctypes.Structure,
     ) -> None:
-        """`call.rows`, and of experts without a slot `box_rows` [T, top_k, hidden], into `out`."""
-        arguments = (call.rows, call.ids, call.weights, slot_table, out, box_rows, *hybrid.down()[1:])
+        """Combine `call.rows`, and of experts without a slot the CPU's rows, into `out`."""
+        arguments = (call.rows, call.ids, call.weights, slot_table, out, hybrid)
         self.kernels["combine"].launch((call.x.shape[0], 1), arguments)

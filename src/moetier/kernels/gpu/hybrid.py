@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import astuple, dataclass
 
 import torch
 
+from moetier.kernels import protocol
 from moetier.kernels.gpu.base import Call, Sizes
-from moetier.kernels.gpu.cuda_decode import HybridArguments
 from moetier.kernels.gpu.cuda_path import CudaPath
-
-MAX_STAGED = 64
-"""Records that one call can stream; hybrid.cuh has the same number."""
-STREAM_BLOCKS = 32
-"""Thread blocks that read records over the link: enough loads in flight to fill it."""
-BOX_BYTES = 128
-_LATE, _REFUSED = 4, 17  # words of box.cuh
-COUNTS = ("calls", "calls_missed", "hits", "misses", "streamed", "pairs_cpu", "waited_ns")
-"""What a layer counts, in the order of `Count` in hybrid.cuh."""
+from moetier.kernels.protocol import MAX_STAGED, STREAM_BLOCKS, HybridStep, word
 
 
 def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +20,7 @@ def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mail:
-    """The mailbox's memory, pinned, for steps of up to `tokens` tokens: see box.cuh and native/core/mailbox.h."""
+    """The mailbox's memory, pinned, for steps of up to `tokens` tokens: see protocol.h and native/core/mailbox.h."""
 
     box: torch.Tensor
     ids: torch.Tensor
@@ -40,7 +33,7 @@ class Mail:
     def of(cls, sizes: Sizes, tokens: int) -> Mail:
         g = sizes.geometry
         return cls(
-            pinned(BOX_BYTES // 4, dtype=torch.int32),
+            pinned(ctypes.sizeof(protocol.Box) // protocol.WORD, dtype=torch.int32),
             pinned(tokens, g.top_k, dtype=torch.int32),
             pinned(tokens, g.top_k, dtype=torch.float32),
             pinned(tokens, g.hidden, dtype=torch.bfloat16),
@@ -51,17 +44,17 @@ class Mail:
     @property
     def late(self) -> int:
         """The request that the device gave up waiting for, or 0."""
-        return int(self.box[_LATE])
+        return int(self.box[word("late")])
 
     @property
     def refused(self) -> int:
         """The request that the CPU could not answer, or 0."""
-        return int(self.box[_REFUSED])
+        return int(self.box[word("refused")])
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the step's plan is made from, in nanoseconds: see `Costs` of hybrid.cuh."""
+    """What the step's plan is made from, in nanoseconds: see `Costs` of protocol.h."""
 
     cpu_call: float
     cpu_expert: float
@@ -123,13 +116,13 @@ class HybridPath:
         self.costs = costs.tensor(self.device)
         self.live = torch.full((1,), tokens, dtype=torch.int32, device=self.device)
         """How many tokens of the coming calls are real, int32 [1]; more than there are means all."""
-        # struct Step: 8 words, MAX_STAGED addresses and slots, then the table of this call.
-        table_at = 8 * 4 + MAX_STAGED * 12
+        table_at = ctypes.sizeof(protocol.Step)
         self._step = torch.zeros(table_at + 4 * g.experts, dtype=torch.uint8, device=self.device)
         self._table = self._step[table_at:].view(torch.int32)
         self._ids = torch.zeros((tokens, g.top_k), dtype=torch.int32, device=self.device)
         self._rows = torch.zeros((tokens, g.top_k, g.hidden), dtype=torch.float32, device=self.device)
         self._patience_ns = int(patience_seconds * 1e9)
+        self._steps: dict[int, tuple[LayerTables, ctypes.Structure]] = {}
 
     def decodes(self, tokens: int) -> bool:
         """Whether a call of so many tokens is few enough for the decode kernels."""
@@ -149,33 +142,57 @@ class HybridPath:
         """
         call = Call(x, ids, weights, layer.slot_table, self.slots, self.mail.rows)
         decode = self.path.decode_kernels(x.shape[0])
-        hybrid = HybridArguments(
-            self.live, self._step, self.mail.box, layer.counts, self._patience_ns, self._plan(layer)
-        )
+        hybrid = self._hybrid_step(layer)
         if decode:
             if not decode.begins:
-                self._begin(layer, call, quantize=True)
+                self._begin(call, hybrid, quantize=True)
             decode.run(call, out, self.path.between, hybrid)
             return out
-        self._begin(layer, call, quantize=False)
+        self._begin(call, hybrid, quantize=False)
         planned = Call(x, self._ids[: x.shape[0]], weights, self._table, self.slots, self._rows[: x.shape[0]])
         self.path.prefill(planned)
-        self.path.combine_hybrid(planned, self._table, out, self.mail.rows, hybrid)
+        self.path.combine_hybrid(planned, self._table, out, hybrid)
         return out
 
-    def _plan(self, layer: LayerTables) -> tuple[torch.Tensor | int, ...]:
-        m, where = self.mail, (layer.records, layer.index, self.staging.start, len(self.staging), STREAM_BLOCKS)
-        return (self._record_bytes, *where, self.costs, layer.heat, m.ids, m.weights, m.x, m.streamed)
+    def _hybrid_step(self, layer: LayerTables) -> ctypes.Structure:
+        """Return what the kernels are given of the layer, the mailbox and the plan: made once, it holds addresses."""
+        kept = self._steps.get(id(layer))
+        if kept is None:  # the layer is kept too, so that its addresses and its id stay its own
+            kept = self._steps[id(layer)] = layer, self._make_step(layer)
+        return kept[1]
 
-    def _begin(self, layer: LayerTables, call: Call, quantize: bool) -> None:
-        p, mail = self.path, self.mail
+    def _make_step(self, layer: LayerTables) -> ctypes.Structure:
+        mail = self.mail
+        tensors = {
+            "live": self.live,
+            "step": self._step,
+            "box": mail.box,
+            "counts": layer.counts,
+            "costs": self.costs,
+            "heat": layer.heat,
+            "records": layer.records,
+            "step_ids": self._ids,
+            "box_ids": mail.ids,
+            "box_weights": mail.weights,
+            "box_x": mail.x,
+            "box_streamed": mail.streamed,
+            "box_rows": mail.rows,
+        }
+        return HybridStep(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            patience=self._patience_ns,
+            record_bytes=self._record_bytes,
+            layer=layer.index,
+            staging_first=self.staging.start,
+            staging=len(self.staging),
+            streams=STREAM_BLOCKS if len(self.staging) else 0,
+        )
+
+    def _begin(self, call: Call, hybrid: ctypes.Structure, quantize: bool) -> None:
+        p = self.path
         blocks = call.x.numel() // 32 if quantize else 0
-        streams = STREAM_BLOCKS if len(self.staging) else 0
         activations = (call.x, p.between.q, p.between.meta, blocks, call.ids, call.weights, call.ids.numel())
-        where = (call.slot_table, layer.records, layer.index, self.staging.start, len(self.staging), streams)
-        state = (self.costs, layer.heat, layer.counts, self.live, self._ids, self._step)
-        box = (mail.box, mail.ids, mail.weights, mail.x, mail.streamed)
         p.few.kernels["begin_step"].launch(
-            (1 + streams + -(-blocks // 8), 1),
-            (*activations, *where, *state, *box, self.slots, self.slots.stride(0), self._record_bytes),
+            (1 + hybrid.streams + -(-blocks // 8), 1),
+            (*activations, call.slot_table, self.slots, self.slots.stride(0), hybrid),
         )

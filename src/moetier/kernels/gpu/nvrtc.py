@@ -47,11 +47,16 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def header_files() -> list[Path]:
+    """Everything that a .cu file may include."""
+    return sorted((*SOURCES.glob("*.cuh"), *SOURCES.glob("*.h")))
+
+
 def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> tuple[bytes, str]:
     """Machine code and PTX of one of our .cu files for `arch`. Needs no GPU."""
     from cuda.bindings import nvrtc
 
-    headers = {path.name.encode(): path.read_bytes() for path in SOURCES.glob("*.cuh")}
+    headers = {path.name.encode(): path.read_bytes() for path in header_files()}
     code = (SOURCES / source).read_bytes()
     program = _ok(
         nvrtc.nvrtcCreateProgram(code, source.encode(), len(headers), list(headers.values()), list(headers)),
@@ -83,7 +88,7 @@ def cache_folder() -> Path:
 
 def cached_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> bytes:
     """Machine code of a .cu file, or what an earlier run made of the same source, macros and target."""
-    texts = [(SOURCES / source).read_text(), *(path.read_text() for path in sorted(SOURCES.glob("*.cuh")))]
+    texts = [(SOURCES / source).read_text(), *(path.read_text() for path in header_files())]
     key = hashlib.sha256(repr((texts, sorted(macros.items()), arch)).encode()).hexdigest()[:32]
     path = cache_folder() / f"{Path(source).stem}-{arch}-{key}.cubin"
     if path.exists():
@@ -138,12 +143,13 @@ class Kernel:
     def launch(
         self,
         grid: tuple[int, ...],
-        arguments: Sequence[torch.Tensor | int | None],
+        arguments: Sequence[torch.Tensor | ctypes.Structure | int | None],
         dependent: bool = False,
         shared_bytes: int | None = None,
         together: bool = False,
     ) -> None:
-        """Tensors and None are passed as pointers, integers as 8 bytes, of which an int parameter takes the low 4.
+        """Tensors and None are passed as pointers, integers as 8 bytes, of which an int parameter takes the low 4,
+        structures by value.
 
         shared_bytes: dynamic shared memory where it is less than the most that was asked for. together: all blocks run
         at once, whatever else is on the device, so that they may wait for each other.
@@ -153,8 +159,15 @@ class Kernel:
         config.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
         config.hStream = driver.CUstream(torch.cuda.current_stream(self._device).cuda_stream)
         values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else 0 if a is None else a for a in arguments)
-        types = tuple(ctypes.c_int64 if isinstance(a, int) else ctypes.c_void_p for a in arguments)
+        types = tuple(map(_parameter_type, arguments))
         _ok(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), "launching a kernel")
+
+
+def _parameter_type(argument: torch.Tensor | ctypes.Structure | int | None) -> Any:
+    """How cuda.bindings packs a parameter: None is a structure by value."""
+    if isinstance(argument, ctypes.Structure):
+        return None
+    return ctypes.c_int64 if isinstance(argument, int) else ctypes.c_void_p
 
 
 @cache

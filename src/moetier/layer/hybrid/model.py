@@ -16,7 +16,8 @@ from moetier.errors import MoetierError
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.gpu.base import Sizes
 from moetier.kernels.gpu.cuda_path import CudaPath
-from moetier.kernels.gpu.hybrid import ALL_CPU, COUNTS, Costs, HybridPath, LayerTables, Mail, pinned
+from moetier.kernels.gpu.hybrid import ALL_CPU, Costs, HybridPath, LayerTables, Mail, pinned
+from moetier.kernels.protocol import COUNTS
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.check import check_paths
 from moetier.layer.hybrid.launch import Launch

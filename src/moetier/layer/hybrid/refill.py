@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moetier.kernels.gpu.hybrid import COUNTS
+from moetier.kernels.protocol import COUNTS
 from moetier.layer.hybrid.layer import HybridLayer
 from moetier.residency import Heat, Policy, Step
 from moetier.residency.device import ABSENT

@@ -1,6 +1,5 @@
 // Decode of few tokens in three launches: quantize, gate_up, down (which combines too). In a hybrid step begin_step takes
-// the place of quantize; it runs before prefill's kernels too. `live`: how many tokens are real; `step`, `box`,
-// `patience`: see hybrid.cuh; all null where the step is not hybrid.
+// the place of quantize; it runs before prefill's kernels too. `hybrid`: see protocol.h.
 #include "decode.cuh"
 
 __device__ __forceinline__ void quantize_blocks(const u16 *x, s8 *q, Meta *meta, int blocks, int first) {
@@ -17,22 +16,19 @@ extern "C" __global__ void __launch_bounds__(256) quantize_decode(const u16 *x, 
 }
 
 #if HYBRID_STEP
-// Block 0 plans, the next `streams` blocks stream what it chose, the others quantize (none where blocks is 0).
+// Block 0 plans, the next `hybrid.streams` blocks stream what it chose, the others quantize (none where blocks is 0).
 extern "C" __global__ void __launch_bounds__(STEP_THREADS)
     begin_step(const u16 *x, s8 *q, Meta *meta, int blocks, const int *ids, const float *weights, int pairs, const int *slot_table,
-               const u64 *records, int layer, int staging_first, int staging, int streams, const Costs *costs, u32 *heat,
-               u64 *counts, const int *live, int *step_ids, Step *step, Box *box, int *box_ids, float *box_weights, u16 *box_x,
-               int *box_streamed, u8 *slots, size_t stride, size_t bytes) {
+               u8 *slots, size_t stride, const HybridStep hybrid) {
   let_next_start();
-  const int block = blockIdx.x;
-  const StepCall call = {x,  ids,    weights, pairs, slot_table, records, layer, staging_first, staging, costs,
-                         heat, counts, live, step_ids};
+  const int block = blockIdx.x, streams = hybrid.streams;
+  const StepCall call = {x, ids, weights, pairs, slot_table};
   if (block == 0)
-    plan_step(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, streams > 0);
+    plan_step(call, hybrid);
   else if (block > streams)
     quantize_blocks(x, q, meta, blocks, (block - 1 - streams) * 8);
-  else if (any_miss(call))
-    stream_records<STEP_THREADS>(*step, {slots, stride, bytes}, block - 1, streams, streams);
+  else if (any_miss(call, hybrid.live))
+    stream_records<STEP_THREADS>(*hybrid.step, {slots, stride, size_t(hybrid.record_bytes)}, block - 1, streams, streams);
 }
 #endif
 
@@ -77,18 +73,18 @@ __device__ __forceinline__ void gate_up_sums(u8 *shared, UpRing &ring, const UpW
 
 extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
     gate_up_decode(const s8 *q, const Meta *meta, const int *ids, const float *route_weights, const int *slot_table,
-                   const u8 *slots, size_t stride, int pairs, s8 *hq, Meta *hmeta, const int *live, const Step *step) {
+                   const u8 *slots, size_t stride, int pairs, s8 *hq, Meta *hmeta, const HybridStep hybrid) {
   extern __shared__ __align__(16) u8 shared[];
   __shared__ u16 members[MAX_PAIRS], tokens[MAX_PAIRS];
   __shared__ u32 masks[4];
   let_next_start();
   const int pair = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (HYBRID) pairs = min(pairs, *live * TOP_K);
+  if (HYBRID) pairs = min(pairs, *hybrid.live * TOP_K);
   const int expert = HYBRID && pair >= pairs ? -1 : ids[pair];
   int slot = expert >= 0 && expert < EXPERTS ? slot_table[expert] : -1;
   if (HYBRID && expert >= 0 && expert < EXPERTS && slot < 0) {  // streamed, perhaps
     wait_for_previous();
-    slot = step->table[expert];
+    slot = table_of(hybrid.step)[expert];
   }
   int count = 1;
   bool mine = slot >= 0;
@@ -151,12 +147,11 @@ extern "C" __global__ void __launch_bounds__(UP_WARPS * 32, UP_RESIDENT)
 // out: bf16 bits [tokens, HIDDEN], or null: then rows float32 [pairs, HIDDEN] of the pairs that have a slot.
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 2)
     down_decode(const s8 *hq, const Meta *hmeta, const int *ids, const float *route_weights, const int *slot_table,
-                const u8 *slots, size_t stride, int pairs, float *rows, u16 *out, const int *live, Step *step, Box *box,
-                u64 *counts, u64 patience) {
+                const u8 *slots, size_t stride, int pairs, float *rows, u16 *out, const HybridStep hybrid) {
   extern __shared__ __align__(16) u8 shared[];
   __shared__ Work work;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = pairs;
-  if (HYBRID) pairs = min(pairs, *live * TOP_K);
+  if (HYBRID) pairs = min(pairs, *hybrid.live * TOP_K);
   float *parts = (float *)(shared + DOWN_WARPS * DOWN_DEPTH * DownStage::stride);
   const DownRing ring(shared + warp * DOWN_DEPTH * DownStage::stride);
   int tasks = plan(work, ids, slot_table, slots, stride, pairs) * CHAINS;
@@ -168,10 +163,10 @@ extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, 2)
   if (!missing) down_prefetch(ring, work, tasks, blockIdx.x, warp, lane);
   wait_for_previous();
   if (missing) {
-    tasks = plan(work, ids, step->table, slots, stride, pairs) * CHAINS;
+    tasks = plan(work, ids, table_of(hybrid.step), slots, stride, pairs) * CHAINS;
     down_prefetch(ring, work, tasks, blockIdx.x, warp, lane);
   }
   down_sums(Tables(), ring, work, tasks, blockIdx.x, parts, hq, hmeta, warp, lane);
-  if (missing && step->pending) await_answer(*step, box, counts, patience);
+  if (missing && hybrid.step->pending) await_answer(hybrid);
   combine(work, parts, route_weights, pairs, all, blockIdx.x, rows, out);
 }

@@ -4,8 +4,7 @@
 #pragma once
 #include "hybrid.cuh"
 
-constexpr int MAX_PAIRS = 128;
-constexpr int GROUP = 8;  // pairs of one expert that share a pass over its weights, at most
+// GROUP, a macro: pairs of one expert that share a pass over its weights, at most.
 
 // What a warp's ring holds of one stage: codes and scales of TILES row tiles, then activations of up to GROUP pairs.
 template <int TILES, int BLOCKS> struct Stage {

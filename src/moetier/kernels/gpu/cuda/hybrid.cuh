@@ -2,63 +2,29 @@
 // or is computed by the CPU meanwhile. `plan_step` decides and posts the CPU's part to the mailbox; whoever combines awaits
 // the answer. Which one computes an expert never changes a bit of its rows.
 #pragma once
-#include "box.cuh"
 #include "common.cuh"
+#include "protocol.h"
 
 typedef unsigned long long u64;
 
-constexpr int STEP_THREADS = 256, MAX_STAGED = 64;
+// An expert of so many pairs on the CPU.
+__device__ __forceinline__ float cpu_time(const Costs &costs, int pairs, bool beside) {
+  return fmaxf(beside ? costs.cpu_expert_beside : costs.cpu_expert, float(pairs) * costs.cpu_pair);
+}
+// A call of which so many experts are streamed: the device computes its pairs when they are there.
+__device__ __forceinline__ float call_time(const Costs &costs, float cpu, int streamed, int device_pairs) {
+  return streamed ? fmaxf(cpu, float(streamed) * costs.stream_expert + float(device_pairs) * costs.device_pair) : cpu;
+}
 
-// Nanoseconds: of a CPU call, of the least an expert takes there (its bytes), of a pair (its arithmetic), of an expert over the
-// link, of the least an expert takes the CPU while the link reads the same DRAM, and of a pair on the device.
-struct Costs {
-  float cpu_call, cpu_expert, cpu_pair, stream_expert, cpu_expert_beside, device_pair;
-  __device__ __forceinline__ float cpu(int pairs, bool beside) const {  // an expert of so many pairs
-    return fmaxf(beside ? cpu_expert_beside : cpu_expert, float(pairs) * cpu_pair);
-  }
-  // Of a call of which so many experts are streamed: the device computes its pairs when they are there.
-  __device__ __forceinline__ float call(float cpu, int streamed, int device_pairs) const {
-    return streamed ? fmaxf(cpu, float(streamed) * stream_expert + float(device_pairs) * device_pair) : cpu;
-  }
-};
+__device__ __forceinline__ int *table_of(Step *step) { return (int *)(step + 1); }
 
-enum Count { CALLS, CALLS_MISSED, HITS, MISSES, STREAMED, PAIRS_CPU, WAITED_NS, COUNTS };
-
-struct Step {
-  u32 sequence;   // of the last request
-  u32 awaited;    // the request whose answer this call needs, if `pending`
-  u32 released;   // the last request whose answer was seen, for blocks that do not poll
-  int pending;    // this call posted a request
-  int planned;    // 1 + the number of records to stream, until all blocks that wait for it have streamed
-  int left;       // blocks that have seen it and done their part
-  int pad[2];
-  u64 from[MAX_STAGED];  // records to stream, and the slot of each
-  int to[MAX_STAGED];
-  int table[EXPERTS];  // slot of each routed expert in this call, or -1: the CPU's
-};
-
-// What a plan is made from: the call, the store and the mailbox.
+// The call that a plan is made for.
 struct StepCall {
   const u16 *x;
   const int *ids;
   const float *weights;
   int pairs;
   const int *slot_table;
-  const u64 *records;  // pinned: where each expert's record lies in DRAM, or 0
-  int layer;
-  int staging_first, staging;  // staging slots
-  const Costs *costs;
-  u32 *heat;        // pairs of each expert so far
-  u64 *counts;      // of the layer, since the start: see Count
-  const int *live;  // tokens that are real; what follows is padding
-  int *step_ids;    // ids, -1 where there is nothing to compute
-};
-struct Mail {
-  Box *box;
-  int *ids;
-  float *weights;
-  u16 *x;
-  int *streamed;
 };
 
 __device__ __forceinline__ u32 load_acquire(const u32 *p) {
@@ -97,54 +63,57 @@ __device__ __forceinline__ int stream_key(bool here, int pairs, int id) {
 // 0 is no request's number.
 __device__ __forceinline__ u32 next_request(Step &step) { return step.awaited = step.sequence += step.sequence == ~0u ? 2 : 1; }
 
-// One block. Fills step.table and the list of records to stream; posts the CPU's part. `streams`: blocks that stream.
-__device__ __forceinline__ void plan_step(const StepCall &call, Step &step, const Mail &mail, bool streams) {
+// One block. Fills the step's table and the list of records to stream; posts the CPU's part.
+__device__ __forceinline__ void plan_step(const StepCall &call, const HybridStep &hybrid) {
   __shared__ int count[EXPERTS], missed[EXPERTS], key[EXPERTS], sorted[EXPERTS], pairs[EXPERTS];
   __shared__ u32 routed[(EXPERTS + 31) / 32];
   __shared__ int misses, streamable, cpu_pairs, all_pairs;
   __shared__ u64 best;
   __shared__ u8 needed[BOX_TOKENS];
-  const int thread = threadIdx.x, live = min(call.pairs, *call.live * TOP_K);
+  Step &step = *hybrid.step;
+  int *const table = table_of(hybrid.step), *const step_ids = hybrid.step_ids;
+  const bool streams = hybrid.streams > 0;
+  const int thread = threadIdx.x, live = min(call.pairs, *hybrid.live * TOP_K);
   if (thread < (EXPERTS + 31) / 32) routed[thread] = 0;
   __syncthreads();
   bool miss = false;
   for (int p = thread; p < call.pairs; p += STEP_THREADS) {
     int id = p < live ? call.ids[p] : -1;
     if (id >= EXPERTS) id = -1;
-    call.step_ids[p] = id;
+    step_ids[p] = id;
     if (id < 0) continue;
     int slot = call.slot_table[id];
-    step.table[id] = slot;
+    table[id] = slot;
     miss |= slot < 0;
     atomicOr(&routed[id / 32], 1u << id % 32);
-    atomicAdd(call.heat + id, 1u);
+    atomicAdd(hybrid.heat + id, 1u);
   }
   if (!__syncthreads_or(miss)) {  // the common case, as short as it can be
-    if (thread < (EXPERTS + 31) / 32) tally(call.counts, HITS, __popc(routed[thread]));
-    if (thread == 0) step.pending = 0, tally(call.counts, CALLS, 1);
+    if (thread < (EXPERTS + 31) / 32) tally(hybrid.counts, HITS, __popc(routed[thread]));
+    if (thread == 0) step.pending = 0, tally(hybrid.counts, CALLS, 1);
     return;
   }
   for (int e = thread; e < EXPERTS; e += STEP_THREADS) count[e] = 0;
   if (thread == 0) misses = 0, streamable = 0, cpu_pairs = 0, all_pairs = 0, best = ~0ull;
   __syncthreads();
   for (int p = thread; p < call.pairs; p += STEP_THREADS)
-    if (call.step_ids[p] >= 0) atomicAdd(&count[call.step_ids[p]], 1), atomicAdd(&all_pairs, 1);
+    if (step_ids[p] >= 0) atomicAdd(&count[step_ids[p]], 1), atomicAdd(&all_pairs, 1);
   __syncthreads();
   for (int e = thread; e < EXPERTS; e += STEP_THREADS) {
     if (!count[e]) continue;
-    if (step.table[e] < 0)
+    if (table[e] < 0)
       missed[atomicAdd(&misses, 1)] = e;
     else
-      tally(call.counts, HITS, 1);
+      tally(hybrid.counts, HITS, 1);
   }
   __syncthreads();
   const int n = misses;
   int taken = 0;  // of the missed experts: those that are streamed
   if (streams) {
-    const Costs costs = *call.costs;
+    const Costs costs = *hybrid.costs;
     for (int i = thread; i < n; i += STEP_THREADS) {
       int e = missed[i];
-      bool here = *(const volatile u64 *)(call.records + e) != 0;
+      bool here = *(const volatile u64 *)(hybrid.records + e) != 0;
       key[i] = stream_key(here, count[e], e);
       if (here) atomicAdd(&streamable, 1);
     }
@@ -156,21 +125,21 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
       pairs[rank] = count[missed[i]];
     }
     __syncthreads();
-    const int most = min(min(call.staging, MAX_STAGED), streamable);
+    const int most = min(min(hybrid.staging, MAX_STAGED), streamable);
     if (thread <= most) {  // the time if the first `thread` of them are streamed
       float cpu = thread == n ? 0.f : costs.cpu_call;
       int device_pairs = all_pairs;
-      for (int i = thread; i < n; i++) cpu += costs.cpu(pairs[i], thread > 0), device_pairs -= pairs[i];
-      const float time = costs.call(cpu, thread, device_pairs);
+      for (int i = thread; i < n; i++) cpu += cpu_time(costs, pairs[i], thread > 0), device_pairs -= pairs[i];
+      const float time = call_time(costs, cpu, thread, device_pairs);
       atomicMin(&best, u64(__float_as_uint(time)) << 32 | u32(thread));
     }
     __syncthreads();
     taken = int(u32(best));
     if (thread < taken) {
       int e = sorted[thread];
-      step.from[thread] = *(const volatile u64 *)(call.records + e);
-      step.to[thread] = step.table[e] = call.staging_first + thread;
-      mail.streamed[thread] = e;
+      step.from[thread] = *(const volatile u64 *)(hybrid.records + e);
+      step.to[thread] = table[e] = hybrid.staging_first + thread;
+      hybrid.box_streamed[thread] = e;
     }
     __syncthreads();
   }
@@ -180,37 +149,37 @@ __device__ __forceinline__ void plan_step(const StepCall &call, Step &step, cons
       *(volatile int *)&step.planned = 1 + taken;
     }
     step.pending = n > taken;
-    tally(call.counts, CALLS, 1), tally(call.counts, CALLS_MISSED, 1);
-    tally(call.counts, MISSES, n), tally(call.counts, STREAMED, taken);
+    tally(hybrid.counts, CALLS, 1), tally(hybrid.counts, CALLS_MISSED, 1);
+    tally(hybrid.counts, MISSES, n), tally(hybrid.counts, STREAMED, taken);
   }
   if (n == taken) return;
   const int tokens = call.pairs / TOP_K;
   for (int t = thread; t < tokens; t += STEP_THREADS) needed[t] = 0;
   __syncthreads();
   for (int p = thread; p < call.pairs; p += STEP_THREADS) {
-    int id = call.step_ids[p];
-    bool cpu = id >= 0 && step.table[id] < 0;
-    mail.ids[p] = cpu ? id : -1;
-    mail.weights[p] = call.weights[p];
+    int id = step_ids[p];
+    bool cpu = id >= 0 && table[id] < 0;
+    hybrid.box_ids[p] = cpu ? id : -1;
+    hybrid.box_weights[p] = call.weights[p];
     if (cpu) needed[p / TOP_K] = 1, atomicAdd(&cpu_pairs, 1);
   }
   __syncthreads();
   for (int i = thread; i < tokens * (HIDDEN / 8); i += STEP_THREADS)
-    if (needed[i / (HIDDEN / 8)]) ((uint4 *)mail.x)[i] = ((const uint4 *)call.x)[i];
+    if (needed[i / (HIDDEN / 8)]) ((uint4 *)hybrid.box_x)[i] = ((const uint4 *)call.x)[i];
   __threadfence_system();
   __syncthreads();
   if (thread == 0) {
     const u32 request = next_request(step);
-    tally(call.counts, PAIRS_CPU, cpu_pairs);
-    mail.box->layer = call.layer, mail.box->tokens = tokens, mail.box->streamed = taken;
+    tally(hybrid.counts, PAIRS_CPU, cpu_pairs);
+    hybrid.box->layer = hybrid.layer, hybrid.box->tokens = tokens, hybrid.box->streamed = taken;
     __threadfence_system();
-    *(volatile u32 *)&mail.box->posted = request;
+    *(volatile u32 *)&hybrid.box->posted = request;
   }
 }
 
 // All threads of a block: whether a routed expert has no slot. So blocks that stream need not wait for a plan of nothing.
-__device__ __forceinline__ bool any_miss(const StepCall &call) {
-  const int live = min(call.pairs, *call.live * TOP_K);
+__device__ __forceinline__ bool any_miss(const StepCall &call, const int *live_tokens) {
+  const int live = min(call.pairs, *live_tokens * TOP_K);
   bool miss = false;
   for (int p = threadIdx.x; p < live; p += STEP_THREADS) {
     int id = call.ids[p];
@@ -263,8 +232,10 @@ __device__ __forceinline__ int stream_records(Step &step, const Slots &slots, in
 }
 
 // All threads of all blocks: returns when the CPU's rows of this call are in memory. The first block polls the mailbox, the
-// others what it found. A refusal, or no answer within `patience` nanoseconds, stops the device: never a partial sum.
-__device__ __forceinline__ void await_answer(Step &step, Box *box, u64 *counts, u64 patience) {
+// others what it found. A refusal, or no answer within the patience, stops the device: never a partial sum.
+__device__ __forceinline__ void await_answer(const HybridStep &hybrid) {
+  Step &step = *hybrid.step;
+  Box *const box = hybrid.box;
   if (threadIdx.x == 0) {
     const u32 wanted = step.awaited;
     if (blockIdx.x == 0) {
@@ -272,14 +243,14 @@ __device__ __forceinline__ void await_answer(Step &step, Box *box, u64 *counts, 
       while (true) {
         const u64 word = load_acquire_system((const u64 *)&box->answered);
         if (int(u32(word) - wanted) >= 0) break;
-        if (u32(word >> 32) == wanted || nanoseconds() - start > patience) {
+        if (u32(word >> 32) == wanted || nanoseconds() - start > hybrid.patience) {
           *(volatile u32 *)&box->late = wanted;
           __threadfence_system();
           __trap();
         }
         __nanosleep(40);
       }
-      tally(counts, WAITED_NS, nanoseconds() - start);
+      tally(hybrid.counts, WAITED_NS, nanoseconds() - start);
       store_release(&step.released, wanted);
     } else {
       while (int(load_acquire(&step.released) - wanted) < 0) __nanosleep(40);

@@ -1,6 +1,5 @@
 // Decode of one token in one launch, of a block a multiprocessor: all blocks must be resident at once, since each waits for
-// the others' h. A hybrid step is planned here too. What follows `out` of the parameters: see hybrid.cuh; null where the step
-// is not hybrid.
+// the others' h. A hybrid step is planned here too; `hybrid`: see protocol.h.
 #include "one_hybrid.cuh"
 
 // What is to be done, found by every warp for itself, so that it may start at once: all write the same. slot: of this lane's
@@ -100,9 +99,7 @@ __device__ __forceinline__ void combine(const Work &work, float *parts, const fl
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     decode_one(const u16 *x, const int *ids, const float *route_weights, const int *slot_table, u8 *slots, size_t stride,
-               s8 *hq, int *h_exponents, Progress *progress, float *rows, u16 *out, const int *live_tokens, Step *step, Box *box,
-               u64 *counts, u64 patience, size_t bytes, const u64 *records, int layer, int staging_first, int staging,
-               int streams, const Costs *costs, u32 *heat, int *box_ids, float *box_weights, u16 *box_x, int *box_streamed) {
+               s8 *hq, int *h_exponents, Progress *progress, float *rows, u16 *out, const HybridStep hybrid) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ Work work;
   __shared__ __align__(32) u8 zero_block[48];
@@ -119,19 +116,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     const int place = threadIdx.x + i * WARPS * 32;
     eights[i] = place < EIGHTS ? ((const uint4 *)x)[place] : uint4{0, 0, 0, 0};
   }
-  if (HYBRID && *live_tokens <= 0) id = -1;
+  if (HYBRID && *hybrid.live <= 0) id = -1;
   __syncthreads();
   int slot = id >= 0 && id < EXPERTS ? table[id] : -1;
   bool pending = false;
   const bool routed = id >= 0 && id < EXPERTS;
   if (HYBRID && __any_sync(~0u, routed && slot < 0)) {
-    const StepCall call = {x,  ids,    route_weights, TOP_K, slot_table, records, layer, staging_first, staging, costs,
-                           heat, counts, live_tokens, nullptr};
-    pending = begin_token(call, *step, {box, box_ids, box_weights, box_x, box_streamed}, {slots, stride, bytes},
-                          min(streams, int(gridDim.x)), eights, routed ? id : -1, slot, warp, lane);
-    if (routed) slot = __ldcg(step->table + id);
+    const Slots room = {slots, stride, size_t(hybrid.record_bytes)};
+    pending = begin_token({x, ids, route_weights, TOP_K, slot_table}, hybrid, room, eights, routed ? id : -1, slot, warp, lane);
+    if (routed) slot = __ldcg(table_of(hybrid.step) + id);
   } else if (HYBRID && blockIdx.x == 0 && warp == 0) {
-    note_hits(routed ? id : -1, heat, counts, lane);
+    note_hits(routed ? id : -1, hybrid, lane);
   }
   find_work(work, id, slot, pending, lane);
   const SlotWeights all_slots = {slots, stride};
@@ -182,6 +177,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
   }
   wait_copies<0>();
   __syncthreads();
-  if (HYBRID && work.pending) await_answer(*step, box, counts, patience);
+  if (HYBRID && work.pending) await_answer(hybrid);
   combine(work, parts, route_weights, rows, out);
 }

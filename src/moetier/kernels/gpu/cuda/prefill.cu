@@ -106,11 +106,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) join_slices(const float *p
 // A token's rows in ascending expert id, equal ids in the router's order. slot_table, unless null, makes a token NaN that
 // is routed to an expert without a slot; in a hybrid step such rows are the CPU's, in `box_rows`.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    combine(const float *rows, const int *ids, const float *weights, const int *slot_table, u16 *out, const float *box_rows,
-            Step *step, Box *box, u64 *counts, u64 patience) {
+    combine(const float *rows, const int *ids, const float *weights, const int *slot_table, u16 *out,
+            const HybridStep hybrid) {
   __shared__ int expert[TOP_K], order[TOP_K];
   const size_t token = blockIdx.x;
-  if (HYBRID && step->pending) await_answer(*step, box, counts, patience);
+  if (HYBRID && hybrid.step->pending) await_answer(hybrid);
   const int k = threadIdx.x;
   if (k < TOP_K) expert[k] = ids[token * TOP_K + k];
   __syncthreads();
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const bool elsewhere = slot_table && slot_table[id] < 0, missing = elsewhere && !HYBRID;
       float4 y;
       if (HYBRID && elsewhere) {
-        uint4 bits = load_host((const uint4 *)(box_rows + from));
+        uint4 bits = load_host((const uint4 *)(hybrid.box_rows + from));
         y = make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
       } else {
         y = *(const float4 *)(rows + from);
