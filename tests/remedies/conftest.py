@@ -8,13 +8,14 @@ import pytest
 
 from tests.remedies.messages import find
 from tests.remedies.trouble import Trouble
+from tests.stack.conftest import demo as demo
 
 
 @pytest.fixture
 def trouble(request: pytest.FixtureRequest) -> Iterator[Trouble]:
-    """The trouble of the message that the test's mark `remedy(path, part of the template)` names."""
-    mark = request.node.get_closest_marker("remedy")
-    assert mark is not None, "a test that takes `trouble` is marked with @remedy(path, part)"
-    trouble = Trouble(find(*mark.args))
+    """The trouble of the messages that the test's marks `remedy(path, part of the template)` name."""
+    marks = list(request.node.iter_markers("remedy"))
+    assert marks, "a test that takes `trouble` is marked with @remedy(path, part)"
+    trouble = Trouble(*(find(*mark.args) for mark in marks))
     yield trouble
     assert trouble.solved, "the scenario ended without trouble.gone()"

@@ -20,22 +20,25 @@ HOLE = "{}"
 
 VERBS = (
     "accept add allow ask begin build call change check choose close commit copy correct create delete "
-    "describe download edit end export finish fix free get give hide install keep leave let limit list load "
+    "describe download drop edit end export finish fix free get give hide install keep leave let limit list load "
     "log look lower mail make measure mount move name open pass pin plan put quantize raise read rebuild "
     "record reinstall release remove repair repeat replace report reset resolve restart restore run save say "
     "see serve set shorten specify split start state stop take tell trim try turn unset update upgrade use "
     "wait write "
 )
 BEFORE = r"(?:^|[;:(]\s*|[.,]\s+|\b(?:or|and|then|else|please|first)\s+)(?:please |first |then )?"
-IMPERATIVE = re.compile(rf"{BEFORE}(?:{'|'.join(VERBS.split())})\b(?!:)", re.IGNORECASE)
+"""What stands before an imperative."""
+EITHER = "|".join([*VERBS.split(), *VERBS.title().split()])
+"""Verbs in small letters, or at the start of a sentence; in capitals (RECORD) they are names."""
+IMPERATIVE = re.compile(rf"{BEFORE}(?:{EITHER})\b(?!:)")
 COMMAND = re.compile(
     r"\bmoetier (?:bench|calibrate|doctor|eval|identity|plan|prove|serve|stack|store|trace)\b"
     r"|\bpip install|(?<![\w-])--[a-z][a-z-]+|\bapt-get\b|\bmake [a-z]+|\bulimit\b"
 )
 HELP = ("help", "description", "epilog", "short_help")
 """Keyword arguments that carry the command line's help and the schema's."""
-NAMES = re.compile(r"^-[-\w=./{}]*$|^[\w.{}/-]*$|^<|^\s")
-"""Bare options, names, and pieces of markup: no sentence."""
+NAMES = re.compile(r"^-[-\w=./{}]*$|^--[\w-]+=|^[\w.{}/-]*$|^moetier \w+$|^<|^\s")
+"""Bare options, arguments of other programs, names, a command alone, and pieces of markup: no sentence."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,18 @@ class Message:
 @cache
 def messages() -> tuple[Message, ...]:
     """Return all of them, in the order of the files."""
-    return tuple(message for path in sorted(SOURCE.rglob("*.py")) for message in _in_file(path))
+    found: dict[tuple[str, str], Message] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for message in _in_file(path):
+            found.setdefault((message.path, message.template), message)  # what two places say alike is one message
+    return tuple(found.values())
 
 
 def find(path: str, part: str) -> Message:
-    """Return the one message of a file whose template holds `part`."""
-    found = [message for message in messages() if message.path == path and part in message.template]
+    """Return the one message of a file whose template is `part`, or holds it."""
+    here = [message for message in messages() if message.path == path]
+    whole = [message for message in here if message.template == part]
+    found = whole or [message for message in here if part in message.template]
     assert len(found) == 1, f"expected one message of {path} with {part!r}, found {[m.template for m in found]}"
     return found[0]
 
@@ -105,7 +114,7 @@ def _template(node: ast.AST) -> str | None:
 
 
 def _tells_what_to_do(text: str) -> bool:
-    if NAMES.match(text) or " " not in text or "\n" in text.strip() or text[:1].isupper():
+    if NAMES.match(text) or " " not in text.strip() or "\n" in text or text[:1].isupper():
         return False
     return bool(IMPERATIVE.search(text) or COMMAND.search(text))
 

@@ -90,12 +90,13 @@ drop_when = "it is gone"
 Files = dict[str, str]
 
 
-def wheel_bytes(version: str, files: Files, project: str = "demo") -> bytes:
+def wheel_bytes(version: str, files: Files, project: str = "demo", requires: str = "") -> bytes:
     """A pure wheel."""
     info = f"{project}-{version}.dist-info"
+    needs = f"Requires-Dist: {requires}\n" if requires else ""
     every = {
         **files,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n{needs}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = "".join(f"{name},{_hash(text.encode())},{len(text.encode())}\n" for name, text in every.items())

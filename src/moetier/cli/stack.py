@@ -185,12 +185,16 @@ def rebase(
 ) -> None:
     """Prepare a git work tree of another version with the carry on top, conflicts and all."""
     folder = destination or Path(f"{carry}-{onto}")
-    clean = prepare_rebase(_space(stack, cache), carry, _version(onto), folder)
-    then = f"then git format-patch -1 --stdout --no-signature --zero-commit > .../{carry}.patch"
+    space = _space(stack, cache)
+    clean = prepare_rebase(space, carry, _version(onto), folder)
+    path = (space.folder / "carries" / space.definition.carry(carry).target / f"{carry}.patch").resolve()
+    then = f"`git -C {folder} format-patch -1 --stdout --no-signature --zero-commit > {path}`"
     if clean:
-        typer.echo(f"{folder}: the carry went on without a conflict; in it {then}")
+        typer.echo(f"{folder}: the carry went on without a conflict; run {then}")
     else:
-        typer.echo(f"{folder}: resolve the conflict that `git status` shows there, git add, git am --continue; {then}")
+        typer.echo(
+            f"{folder}: resolve the conflict that `git status` shows there, git add, git am --continue; then run {then}"
+        )
 
 
 def _version(text: str) -> Version:

@@ -16,6 +16,8 @@ from moetier.stack.errors import StackError
 TEXT_LIMIT = 4 << 20
 """Larger files are hashed and not held: no source that a person patches is that long."""
 CHUNK = 1 << 20
+LOCK_ANOTHER = "the index offers it so; choose another version: `moetier stack lock --update PROJECT=VERSION`"
+"""Every archive was held against its hash before it is opened: fetching it again changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,16 @@ def read_tree(path: Path) -> Tree:
         for name, file in _wheel_members(path) if path.suffix == ".whl" else _sdist_members(path):
             check_name(path, name)
             if name in digests:
-                raise StackError(f"{path}: {name} is in it twice; take another file")
+                raise StackError(f"{path}: {name} is in it twice; {LOCK_ANOTHER}")
             digests[name], content = _read(file)
             if content is not None:
                 texts[name] = content
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise StackError(f"{path}: damaged or cut short ({error}); delete it, it is fetched again") from None
+        raise StackError(f"{path}: damaged or cut short ({error}); {LOCK_ANOTHER}") from None
     if not digests:
-        raise StackError(f"{path}: there is no file in it; take another")
+        raise StackError(f"{path}: there is no file in it; {LOCK_ANOTHER}")
     return Tree(path.name, digests, texts)
 
 
@@ -97,7 +99,7 @@ def _sdist_members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
                 continue
             file = archive.extractfile(member) if member.isreg() else None
             if file is None or not name or top in {"", ".", ".."}:
-                raise StackError(f"{path}: {member.name} is no regular file below the top folder; take another file")
+                raise StackError(f"{path}: {member.name} is no regular file below the top folder; {LOCK_ANOTHER}")
             yield name, file
 
 
@@ -105,4 +107,4 @@ def check_name(path: Path, name: str) -> None:
     """StackError if a member's name in the archive `path` is no plain path below its root."""
     parts = PurePosixPath(name).parts
     if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "." in name.split("/"):
-        raise StackError(f"{path}: the path {name!r} leads out of the tree or is odd; do not use this file")
+        raise StackError(f"{path}: the path {name!r} leads out of the tree or is odd; {LOCK_ANOTHER}")

@@ -33,16 +33,21 @@ def newest_commit(source: Source, wheel: str, python: str, cache: Path) -> tuple
                 return commit, file
     raise StackError(
         f"{source.git}: none of the last {len(log)} commits of {source.branch} has a wheel of {wheel} in "
-        f"{source.range}; check wheel_index and range"
+        f"{source.range}; correct wheel_index or range in stack.toml"
     )
 
 
-def commit_tree(repository: str, branch: str, commit: str, cache: Path, offline: bool) -> Tree:
+def commit_tree(source: Source, commit: str, cache: Path, offline: bool) -> Tree:
     """The files of a commit, as git has them."""
-    mirror = _mirror(repository, branch, cache, offline)
+    mirror = _mirror(source.git, source.branch, cache, offline)
     done = git(mirror, "archive", "--format=tar", commit, check=False)
     if done.returncode:
-        raise StackError(f"{repository}: commit {commit} is not on {branch} any more; run `moetier stack lock`")
+        if offline:
+            raise StackError(f"{source.git}: commit {commit} is not in the cache {cache}; run once without --offline")
+        raise StackError(
+            f"{source.git}: commit {commit} is not on {source.branch} any more; "
+            f"run `moetier stack lock --update {source.project}`"
+        )
     digests, texts = {}, {}
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
@@ -51,7 +56,7 @@ def commit_tree(repository: str, branch: str, commit: str, cache: Path, offline:
                 digests[member.name] = hashlib.sha256(content).hexdigest()
                 if len(content) <= TEXT_LIMIT:
                     texts[member.name] = content
-    return Tree(f"{repository}@{commit[:12]}", digests, texts)
+    return Tree(f"{source.git}@{commit[:12]}", digests, texts)
 
 
 def _mirror(repository: str, branch: str, cache: Path, offline: bool) -> Path:
@@ -72,5 +77,7 @@ def _mirror(repository: str, branch: str, cache: Path, offline: bool) -> Path:
         )
         if done.returncode:
             words = done.stderr.decode(errors="replace").strip()[-500:]
-            raise StackError(f"{repository}: branch {branch} cannot be fetched ({words}); check the address")
+            raise StackError(
+                f"{repository}: branch {branch} cannot be fetched ({words}); correct git and branch in stack.toml"
+            )
     return mirror

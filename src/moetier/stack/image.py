@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -86,9 +87,7 @@ def containerfile(space: Workspace, profile: str) -> str:
 
 def _pinned(space: Workspace, profile: str) -> PinnedProfile:
     space.definition.profile(profile)
-    if profile not in space.lock.profiles:
-        raise StackError(f"profile {profile} is not locked; run `moetier stack lock`")
-    return space.lock.profiles[profile]
+    return space.lock.profile(profile)
 
 
 def requirements_text(pinned: PinnedProfile) -> str:
@@ -115,7 +114,7 @@ def self_test(space: Workspace, profile: str) -> dict[str, object]:
 
 def write_context(space: Workspace, profile: str, moetier_wheel: Path, folder: Path) -> Path:
     """The folder that an image is built from: Containerfile, requirements, two wheels, what the self-test checks."""
-    if not moetier_wheel.is_file() or not moetier_wheel.name.startswith("moetier-"):
+    if not moetier_wheel.is_file() or not re.fullmatch(r"moetier-[^-]+(-[^-]+){3,4}\.whl", moetier_wheel.name):
         raise StackError(f"{moetier_wheel}: expected moetier's own wheel; make it with pip wheel --no-deps -w dist .")
     text = containerfile(space, profile)
     if folder.exists():
@@ -147,7 +146,7 @@ class Builder:
         """Build and keep the image under `tag`; StackError if the program fails."""
         command = [*self.command, "--file", str(context / "Containerfile"), "--tag", tag, str(context)]
         if subprocess.run(command, check=False).returncode:
-            raise StackError(f"{' '.join(command)} failed, see above")
+            raise StackError(f"{' '.join(command)} failed, its words stand above")
 
 
 def builder() -> Builder | None:

@@ -41,6 +41,7 @@ JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 LARGEST_PAGE = 128 << 20
 CHUNK = 1 << 20
 TIMEOUT_SECONDS = 60
+WHERE = "correct the index: `index` in stack.toml, else PIP_INDEX_URL or pip's configuration"
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -84,18 +85,14 @@ class Index:
                 found = [_file(project, address, entry) for entry in entries]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise StackError(
-                    f"{address}: expected a project page of the Simple API, found what is none ({error}); "
-                    "check the index"
+                    f"{address}: expected a project page of the Simple API, found what is none ({error}); {WHERE}"
                 ) from None
             self._pages[project] = [file for file in found if file is not None]
         return self._pages[project]
 
-    def named(self, project: str, filename: str) -> File:
-        """The file of this name; StackError if it is not offered any more."""
-        for file in self.files(project):
-            if file.filename == filename:
-                return file
-        raise StackError(f"{filename}: the index does not offer it any more; put it into the cache, or lock another")
+    def named(self, project: str, filename: str) -> File | None:
+        """The file of this name; None if it is not offered any more."""
+        return next((file for file in self.files(project) if file.filename == filename), None)
 
 
 def configured_index() -> str:
@@ -122,6 +119,18 @@ def fetch(file: File, cache: Path) -> Path:
     if path.is_file():
         return checked(path, file.sha256)
     body = _open(file.url)
+    try:
+        _keep(body, file, path)
+    except (OSError, ValueError) as error:  # of closing too: what was buffered is written then
+        raise StackError(
+            f"{file.filename}: the download broke off ({error}); see that there is room in {cache}, then run the "
+            "command again"
+        ) from error
+    return path
+
+
+def _keep(body: Any, file: File, path: Path) -> None:
+    """Read an answer to its end into `path`, if it has the file's hash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with body, tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".part", delete=False) as out:
@@ -138,11 +147,8 @@ def fetch(file: File, cache: Path) -> Path:
                     f"({out.tell():,} bytes); nothing was kept; try again, and if it stays so do not trust that index"
                 )
             part.rename(path)
-        except (OSError, ValueError) as error:
-            raise StackError(f"{file.filename}: the download broke off ({error}); run the command again") from error
         finally:
             part.unlink(missing_ok=True)
-    return path
 
 
 def checked(path: Path, sha256: str) -> Path:
@@ -163,24 +169,24 @@ def _get(address: str) -> tuple[bytes, str, str]:
     with _open(address, {"Accept": f"{JSON_TYPE}, text/html;q=0.5"}) as answer:
         body = answer.read(LARGEST_PAGE + 1)
         if len(body) > LARGEST_PAGE:
-            raise StackError(f"{address}: expected at most {LARGEST_PAGE:,} bytes of a page; check the index")
+            raise StackError(f"{address}: expected at most {LARGEST_PAGE:,} bytes of a page; {WHERE}")
         return body, answer.headers.get("Content-Type", ""), answer.url or address
 
 
 def _open(address: str, headers: dict[str, str] | None = None) -> Any:
     """An open answer; StackError if there is none."""
     if urlparse(address).scheme not in {"https", "http", "file"}:
-        raise StackError(f"{address}: expected an https, http or file address; check the index")
+        raise StackError(f"{address}: expected an https, http or file address; {WHERE}")
     context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
     try:
         request = urllib.request.Request(address, headers=headers or {})  # noqa: S310 (the scheme was checked)
         return urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS, context=context)  # noqa: S310
     except urllib.error.HTTPError as error:
-        raise StackError(f"{address}: the index answers {error.code} {error.reason}; check project and index") from None
-    except (OSError, ValueError) as error:
         raise StackError(
-            f"{address}: cannot be reached ({error}); check the network and the index, or use --offline"
+            f"{address}: the index answers {error.code} {error.reason}; check the project, or {WHERE}"
         ) from None
+    except (OSError, ValueError) as error:
+        raise StackError(f"{address}: cannot be reached ({error}); check the network, or {WHERE}") from None
 
 
 def _file(project: str, page: str, entry: dict[str, Any]) -> File | None:

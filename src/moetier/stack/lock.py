@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moetier.stack.definition import Definition, Strict, validated
 from moetier.stack.errors import StackError
@@ -19,6 +19,9 @@ from moetier.stack.errors import StackError
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 LARGEST = 16 << 20
 KEY_LENGTH = 16
+RELOCK = "run `moetier stack lock`"
+RESTORE = "restore it from the history, or delete it and run `moetier stack lock`, which chooses versions anew"
+"""A lock that is not as it was written is no ground for the next one: what it pins may be anybody's."""
 
 
 class Pinned(Strict):
@@ -38,6 +41,12 @@ class PinnedSource(Strict):
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
     tree: Sha256
     """Hash of the unpatched source tree."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.sdist is None) == (self.commit is None):
+            raise ValueError("expected an sdist or a commit, and not both")
+        return self
 
 
 class PinnedProfile(Strict):
@@ -70,10 +79,15 @@ class Lock(Strict):
             del profile["image"]
         return hashlib.sha256(_canonical(values)).hexdigest()
 
+    def profile(self, name: str) -> PinnedProfile:
+        """What is pinned of a profile of stack.toml."""
+        if name not in self.profiles:
+            raise StackError(f"profile {name} is not locked; {RELOCK}")
+        return self.profiles[name]
+
     def cache_key(self, profile: str) -> str:
         """Name of the folder of a profile's caches (kernels, autotuning, graphs): no other lock or profile has it."""
-        if profile not in self.profiles:
-            raise StackError(f"profile {profile} is not locked; run `moetier stack lock`")
+        self.profile(profile)
         return f"{profile}-{self.hash()[:KEY_LENGTH]}"
 
 
@@ -89,14 +103,14 @@ def load_lock(path: Path) -> Lock:
         data = path.read_bytes()
         values = json.loads(data)
     except FileNotFoundError:
-        raise StackError(f"there is no {path}; run `moetier stack lock`") from None
+        raise StackError(f"there is no {path}; {RELOCK}") from None
     except (ValueError, RecursionError) as error:
-        raise StackError(f"{path}: expected JSON, found a fault ({error}); run `moetier stack lock`") from None
+        raise StackError(f"{path}: expected JSON, found a fault ({error}); {RESTORE}") from None
     checksum = values.pop("checksum", None) if isinstance(values, dict) else None
     lock = validated(Lock, values, path)
     if data != _rendered(lock):
         what = "edited by hand" if checksum == _checksum(lock) else "edited by hand: its checksum is another"
-        raise StackError(f"{path}: {what}; only `moetier stack lock` writes it, run that")
+        raise StackError(f"{path}: {what}; {RESTORE}")
     return lock
 
 

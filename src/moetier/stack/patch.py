@@ -70,7 +70,7 @@ def read_patch(name: str, data: bytes) -> Patch:
     for path in sorted({path for path in paths if paths.count(path) > 1}):
         problems.add(f"carry {name}: {path} is in it twice; make one commit of it, then git format-patch -1")
     if not files and not problems.found:
-        problems.add(f"carry {name}: it changes nothing; remove it from stack.toml")
+        problems.add(f"carry {name}: it changes nothing; remove it from stack.toml and from carries/")
     problems.raise_any()
     subject = re.search(r"^Subject: (?:\[[^\]]*\] )?(.*(?:\n .*)*)", text, re.MULTILINE)
     return Patch(name, " ".join(subject[1].split()) if subject else "", tuple(files))
@@ -85,7 +85,10 @@ def _text(name: str, data: bytes, problems: Problems) -> str:
     if "\r" in text:
         problems.add(f"carry {name}: it has carriage returns (CRLF); write it anew with git format-patch, as bytes")
     if not re.match(r"From [0-9a-f]{40,64} ", text) or not re.search(r"^Subject: ", text, re.MULTILINE):
-        problems.add(f"carry {name}: not of git format-patch (no From and Subject); commit the change, then format it")
+        problems.add(
+            f"carry {name}: not of git format-patch (no From and Subject); commit the change, "
+            "then run git format-patch -1"
+        )
     if re.search(r"^(GIT binary patch|Binary files )", text, re.MULTILINE):
         problems.add(f"carry {name}: it changes a binary file; carries change text only")
     return text
@@ -182,9 +185,15 @@ def _apply_to_file(
 ) -> bytes | None:
     for patch, file in parts:
         if file.kind == "create" and content is not None:
-            raise StackError(f"carry {patch.id}: it creates {path}, which is in {tree} already; see `stack status`")
+            raise StackError(
+                f"carry {patch.id}: it creates {path}, which is in {tree} already; see `moetier stack status`, "
+                "and drop what landed"
+            )
         if file.kind != "create" and content is None:
-            raise StackError(f"carry {patch.id}: {path} is not in {tree}; see `stack status`, then `stack rebase`")
+            raise StackError(
+                f"carry {patch.id}: {path} is not in {tree}; see `moetier stack status`, "
+                f"then run `moetier stack rebase {patch.id} --onto VERSION`"
+            )
     if len(parts) > 1 and any(file.kind != "modify" for _, file in parts):
         raise StackError(f"carries {' and '.join(p.id for p, _ in parts)} create or delete {path}; make them one carry")
     lines = lines_of(content or b"", f"{tree}: {path}")
@@ -228,7 +237,7 @@ def _edits(path: str, parts: Sequence[tuple[Patch, FilePatch]], lines: Sequence[
             if tuple(lines[low:high]) != hunk.source:
                 problems.add(
                     f"carry {patch.id}: {hunk.label} does not stand there in {tree}, and carries are applied without "
-                    f"fuzz; see `stack status`, then `stack rebase {patch.id}`"
+                    f"fuzz; see `moetier stack status`, then run `moetier stack rebase {patch.id} --onto VERSION`"
                 )
             new = [_Edit(patch.id, low + a, low + b, hunk.target[c:d], low, high) for a, b, c, d in hunk.groups]
             for edit, other in [

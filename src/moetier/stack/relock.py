@@ -71,8 +71,7 @@ def record_image(space: Workspace, profile: str, digest: str) -> Lock:
     with only_writer(space.folder):
         lock = load_lock(space.lock_path)
         space.definition.profile(profile)
-        if profile not in lock.profiles:
-            raise StackError(f"profile {profile} is not locked; run `moetier stack lock`")
+        lock.profile(profile)
         values = lock.model_dump(mode="json")
         values["profiles"][profile]["image"] = digest
         new = Lock.model_validate(values)

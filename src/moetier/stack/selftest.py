@@ -45,9 +45,9 @@ def main() -> None:
     found = problems(expected)
     doctor = subprocess.run([str(Path(sys.executable).with_name("moetier")), "doctor"], check=False)
     if doctor.returncode:
-        found.append(f"moetier doctor ended with {doctor.returncode}")
+        found.append(f"the doctor ended with {doctor.returncode}, its words stand above")
     for text in found:
-        print(f"moetier stack selftest: error: {text}", file=sys.stderr)
+        print(f"self-test: error: {text}", file=sys.stderr)
     if not found:
         print(f"profile {expected['profile']} of lock {expected['lock']}: as locked")
     sys.exit(bool(found))

@@ -10,9 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from moetier.stack.archive import Tree
+from moetier.stack.errors import StackError
 from moetier.stack.git import applies
 from moetier.stack.landed import Place, landed_runs
-from moetier.stack.patch import Hunk, Patch, lines_of
+from moetier.stack.patch import Hunk, Patch, apply_patches, lines_of
 
 SHOWN_LINES = 30
 MARGIN = 2
@@ -45,6 +46,8 @@ class CarryStatus:
     hunks: tuple[HunkStatus, ...]
     note: str = ""
     """What git says where each hunk for itself would apply."""
+    moved: bool = False
+    """Whether it applies at other lines than it names: git finds them, `stack lock` does not look."""
 
 
 def carry_status(patch: Patch, data: bytes, pinned: Tree, upstream: Tree, version: str) -> CarryStatus:
@@ -64,7 +67,16 @@ def carry_status(patch: Patch, data: bytes, pinned: Tree, upstream: Tree, versio
         objection = applies(Path(folder) / "tree", data, texts)
     state = _state(hunks, objection)
     alone = state is State.REBASE and all(hunk.state is State.APPLIES for hunk in hunks)
-    return CarryStatus(patch.id, version, state, tuple(hunks), objection if alone else "")
+    moved = state is State.APPLIES and not _where_it_says(patch, upstream)
+    return CarryStatus(patch.id, version, state, tuple(hunks), objection if alone else "", moved)
+
+
+def _where_it_says(patch: Patch, tree: Tree) -> bool:
+    try:
+        apply_patches([patch], tree.texts, tree.name)
+    except StackError:
+        return False
+    return True
 
 
 def _state(hunks: Sequence[HunkStatus], objection: str) -> State:

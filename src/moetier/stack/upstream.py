@@ -58,10 +58,13 @@ def advice(status: CarryStatus, pinned: str) -> str:
         return "pinned"
     if Version(status.version) < Version(pinned):
         return "older than the pin"
+    rebase = f"moetier stack rebase {status.carry} --onto {status.version}"
+    if status.moved:
+        return f"before you move there, as its lines moved: {rebase}"
     return {
         State.LANDED: "drop the carry when you move there",
-        State.PARTLY: "drop what landed: moetier stack rebase",
-        State.REBASE: "before you move there: moetier stack rebase",
+        State.PARTLY: f"drop what landed: {rebase}",
+        State.REBASE: f"before you move there: {rebase}",
     }.get(status.state, "nothing to do")
 
 

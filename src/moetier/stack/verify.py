@@ -17,16 +17,15 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from moetier.stack.archive import Tree
+from moetier.stack.archive import LOCK_ANOTHER, Tree
 from moetier.stack.errors import Problems, StackError
 from moetier.stack.git import applies, write_files
-from moetier.stack.lock import PinnedProfile, definition_hash
+from moetier.stack.lock import RELOCK, PinnedProfile, definition_hash
 from moetier.stack.patch import scope_problems
 from moetier.stack.wheel import check_wheel, extract
 from moetier.stack.workspace import Workspace, patch_hash
 
 IMPORT_SECONDS = 300
-RELOCK = "run `moetier stack lock`"
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _check_source(space: Workspace, name: str) -> Tree:
     metadata = tree.texts.get("PKG-INFO", b"").decode(errors="replace")
     said = next((line.split()[1] for line in metadata.split("\n") if line.startswith("Version: ")), pinned.version)
     if Version(said) != Version(pinned.version):
-        raise StackError(f"source {name}: {tree.name} says it is version {said}; do not use it")
+        raise StackError(f"source {name}: {tree.name} says it is version {said}; {LOCK_ANOTHER}")
     return tree
 
 

@@ -14,13 +14,14 @@ import os
 import re
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from moetier.stack.archive import Tree
+from moetier.stack.archive import LOCK_ANOTHER, Tree
 from moetier.stack.errors import Problems, StackError
 
 HEADER_LENGTH = 30
@@ -37,7 +38,9 @@ def dist_info(names: list[str], path: Path) -> str:
     """The one .dist-info folder of a wheel."""
     found = {name.partition("/")[0] for name in names if re.match(r"[^/]+\.dist-info/", name)}
     if len(found) != 1 or f"{min(found)}/RECORD" not in names or f"{min(found)}/METADATA" not in names:
-        raise StackError(f"{path}: expected one .dist-info with METADATA and RECORD, found {sorted(found)}; no wheel")
+        raise StackError(
+            f"{path}: expected one .dist-info with METADATA and RECORD, found {sorted(found)}; {LOCK_ANOTHER}"
+        )
     return min(found)
 
 
@@ -49,16 +52,16 @@ def check_wheel(path: Path, tree: Tree) -> None:
     metadata = tree.texts[f"{info}/METADATA"].decode(errors="replace")
     said = re.search(r"^Version: (\S+)", metadata, re.MULTILINE)
     if said is None or Version(said[1]) != version:
-        problems.add(f"{path.name}: its METADATA says version {said[1] if said else 'none'}; do not use it")
+        problems.add(f"{path.name}: its METADATA says version {said[1] if said else 'none'}; {LOCK_ANOTHER}")
     distribution, _, number = info.removesuffix(".dist-info").partition("-")
     if canonicalize_name(distribution) != name or number != str(version):
-        problems.add(f"{path.name}: its metadata lies in {info}; do not use it")
+        problems.add(f"{path.name}: its metadata lies in {info}; {LOCK_ANOTHER}")
     recorded = {row[0]: row[1] for row in _rows(tree.texts[f"{info}/RECORD"], path)}
     for file, digest in tree.digests.items():
         if file == f"{info}/RECORD" or file.endswith((".jws", ".p7s")):
             continue
         if recorded.get(file) != _record_hash(bytes.fromhex(digest)):
-            problems.add(f"{path.name}: {file} is not what RECORD says; do not use it")
+            problems.add(f"{path.name}: {file} is not what RECORD says; {LOCK_ANOTHER}")
     problems.raise_any()
 
 
@@ -67,7 +70,7 @@ def named(path: Path) -> tuple[str, Version]:
     try:
         name, version, _, _ = parse_wheel_filename(path.name)
     except InvalidWheelFilename as error:
-        raise StackError(f"{path.name}: no name of a wheel ({error}); take another file") from None
+        raise StackError(f"{path.name}: no name of a wheel ({error})") from None
     return name, version
 
 
@@ -84,19 +87,22 @@ def local_version(version: str, profile: str) -> str:
 
 def build_wheel(wheel: Path, changed: Mapping[str, bytes | None], profile: str, folder: Path) -> Path:
     """Write the patched wheel into `folder`, whole or not at all; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / patched_name(wheel, profile)
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(aside, "w") as out:
             _write(source, out, changed, wheel, profile)
         with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.rename(target)
     except OSError as error:
-        raise StackError(f"{target}: cannot be written ({error.strerror or error}); check the disk") from error
+        raise StackError(
+            f"{target}: cannot be written ({error.strerror or error}); make room there, or name another folder"
+        ) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder itself may be none
+            aside.unlink(missing_ok=True)
     return target
 
 
@@ -154,7 +160,7 @@ def _copy(source: zipfile.ZipFile, out: zipfile.ZipFile, info: zipfile.ZipInfo, 
     while left:
         chunk = source.fp.read(min(left, 1 << 20))
         if not chunk:
-            raise StackError(f"{source.filename}: cut short at {info.filename}; delete it, it is fetched again")
+            raise StackError(f"{source.filename}: cut short at {info.filename}, while it was read")
         out.fp.write(chunk)
         left -= len(chunk)
     out.start_dir = out.fp.tell()
@@ -180,7 +186,7 @@ def _member(like: zipfile.ZipInfo, name: str) -> zipfile.ZipInfo:
 def _rows(record: bytes, path: Path) -> list[list[str]]:
     rows = list(csv.reader(io.StringIO(record.decode(errors="replace"))))
     if any(len(row) != 3 for row in rows):
-        raise StackError(f"{path}: its RECORD is no list of path, hash and size; do not use it")
+        raise StackError(f"{path}: its RECORD is no list of path, hash and size; {LOCK_ANOTHER}")
     return rows
 
 

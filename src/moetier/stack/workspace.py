@@ -90,6 +90,11 @@ class Workspace:
         if self.offline:
             raise StackError(f"{pinned.filename} is not in the cache {self.cache}; run once without --offline")
         offered = self.index(index).named(pinned.project, pinned.filename)
+        if offered is None:
+            raise StackError(
+                f"{pinned.filename}: the index does not offer it any more; put the file at {path}, or let its project "
+                "move: `moetier stack lock --update PROJECT`"
+            )
         if offered.sha256 != pinned.sha256:
             raise StackError(
                 f"{pinned.filename}: locked with sha256 {pinned.sha256}, the index now offers {offered.sha256} under "
@@ -109,10 +114,9 @@ class Workspace:
         if pinned.commit is not None:
             key = f"{source.git}@{pinned.commit}"
             if key not in self._trees:
-                self._trees[key] = commit_tree(source.git, source.branch, pinned.commit, self.cache, self.offline)
+                self._trees[key] = commit_tree(source, pinned.commit, self.cache, self.offline)
             return self._trees[key]
-        if pinned.sdist is None:
-            raise StackError(f"{source.project}: the lock has neither sdist nor commit; run `moetier stack lock`")
+        assert pinned.sdist is not None, "a source is an sdist or a commit"
         return self.tree(self.archive(pinned.sdist, source.index))
 
     def pinned_tree(self, source: str) -> Tree:
@@ -122,10 +126,9 @@ class Workspace:
 
     def wheel(self, profile: str) -> Path:
         """The unpatched wheel of a profile."""
-        if profile not in self.lock.profiles:
-            raise StackError(f"profile {profile} is not locked; run `moetier stack lock`")
+        wheel = self.lock.profile(profile).wheel
         source, pinned = self.source_of(profile), self.lock.sources.get(self.definition.profile(profile).source)
-        return self.archive(self.lock.profiles[profile].wheel, wheel_index(source, pinned.commit if pinned else None))
+        return self.archive(wheel, wheel_index(source, pinned.commit if pinned else None))
 
     def constraints(self, profile: Profile) -> dict[str, str]:
         """Versions that the locked requirements files of a profile pin."""

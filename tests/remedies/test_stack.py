@@ -1,0 +1,321 @@
+"""What `moetier stack` says of the stack's own files, of its command line and of what it writes; done as it says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moetier.errors import MoetierError
+from moetier.stack.lock import only_writer
+from tests.remedies.commands import moetier
+from tests.remedies.stacks import carry_path, lock_and_verify, polite, stack
+from tests.remedies.trouble import Trouble
+from tests.stack.project import FILES, Demo, replacing, wheel_bytes
+
+remedy = pytest.mark.remedy
+Step = Callable[[Demo], object]
+DIGEST = "sha256:" + "b" * 64
+
+
+@pytest.fixture
+def locked(demo: Demo) -> Demo:
+    polite(demo)
+    stack(demo, "lock")
+    return demo
+
+
+def _rewritten(demo: Demo, old: str, new: str) -> None:
+    path = demo.space.lock_path
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+BAD_LOCKS: dict[str, Step] = {
+    "edited": lambda demo: _rewritten(demo, '"1.0"', '"1.1"'),
+    "reformatted": lambda demo: _rewritten(demo, "\n", "\n\n"),
+    "cut-short": lambda demo: demo.space.lock_path.write_text(demo.space.lock_path.read_text()[:300]),
+}
+
+
+@pytest.mark.parametrize("restored", [True, False], ids=["restored", "chosen-anew"])
+@pytest.mark.parametrize("damage", BAD_LOCKS.values(), ids=BAD_LOCKS)
+@remedy("stack/lock.py", "restore it from the history")
+def test_a_lock_that_is_not_as_it_was_written(trouble: Trouble, locked: Demo, damage: Step, restored: bool) -> None:
+    path = locked.space.lock_path
+    before = path.read_bytes()
+    damage(locked)
+    with trouble:
+        stack(locked, "lock")
+    if restored:
+        path.write_bytes(before)
+    else:
+        path.unlink()
+        stack(locked, "lock")
+    stack(locked, "verify")
+    trouble.gone()
+
+
+def _other_carry(demo: Demo) -> None:
+    edit = replacing("demo/app.py", '"Dear " + name', '"Cherished " + name')
+    carry_path(demo, "polite").write_bytes(demo.patch(edit, "other"))
+
+
+def _new_profile(demo: Demo) -> None:
+    text = (demo.folder / "stack" / "stack.toml").read_text()
+    start = text.index("[profiles.plain]")
+    more = text[start : text.index("[profiles.patched]")].replace("plain", "third")
+    demo.edit_toml("[profiles.plain]", more + "[profiles.plain]")
+
+
+def _renamed_source(demo: Demo) -> None:
+    path = demo.folder / "stack" / "stack.toml"
+    text = path.read_text().replace("[sources.demo]", "[sources.next]").replace('source = "demo"', 'source = "next"')
+    path.write_text(text.replace('target = "demo"', 'target = "next"'))
+    carry_path(demo, "polite").parent.rename(demo.folder / "stack" / "carries" / "next")
+
+
+def _record(demo: Demo) -> object:
+    return stack(demo, "lock", "--image", f"third={DIGEST}")
+
+
+def _tree(demo: Demo, profile: str) -> object:
+    shutil.rmtree(demo.folder / "tree", ignore_errors=True)
+    return stack(demo, "apply", "-p", profile, demo.folder / "tree")
+
+
+def _verify(demo: Demo) -> object:
+    return stack(demo, "verify")
+
+
+RELOCK = [
+    pytest.param(lambda demo: demo.space.lock_path.unlink(), _verify, id="no-lock"),
+    pytest.param(lambda demo: demo.edit_toml('"a reason"', '"another"'), _verify, id="definition"),
+    pytest.param(_other_carry, _verify, id="carry"),
+    pytest.param(_new_profile, _verify, id="profile"),
+    pytest.param(_new_profile, lambda demo: stack(demo, "wheel", "-p", "third", "--out", demo.folder), id="wheel"),
+    pytest.param(_new_profile, lambda demo: stack(demo, "image", "-p", "third", "--print"), id="image"),
+    pytest.param(_new_profile, _record, id="record"),
+    pytest.param(
+        _renamed_source,
+        lambda demo: _tree(demo, "plain"),
+        marks=remedy("stack/workspace.py", "source {} is not locked"),
+        id="source",
+    ),
+    pytest.param(_renamed_source, _verify, id="sources"),
+    pytest.param(lambda demo: demo.edit_toml('base = "python:3.11', 'base = "python:3.12'), _verify, id="base"),
+]
+
+
+@pytest.mark.parametrize(("damage", "act"), RELOCK)
+@remedy("stack/lock.py", "run `moetier stack lock`")
+def test_locked_anew(trouble: Trouble, locked: Demo, damage: Step, act: Step) -> None:
+    damage(locked)
+    with trouble:
+        act(locked)
+    stack(locked, "lock")
+    act(locked)
+    stack(locked, "verify")
+    trouble.gone()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(
+            lambda demo: stack(demo, "wheel", "-p", "patched", "--out", demo.folder / "dist"),
+            marks=remedy("stack/build.py", "see `moetier stack verify`"),
+        ),
+        pytest.param(
+            lambda demo: _tree(demo, "patched"), marks=remedy("stack/rebase.py", "see `moetier stack verify`")
+        ),
+    ],
+)
+def test_verify_says_why_it_is_not_the_locked_one(trouble: Trouble, locked: Demo, act: Step) -> None:
+    _other_carry(locked)
+    with trouble:
+        act(locked)
+    with pytest.raises(MoetierError, match="carry polite: its patch is not the locked one; run `moetier stack lock`"):
+        stack(locked, "verify")
+    stack(locked, "lock")
+    act(locked)
+    trouble.gone()
+
+
+@remedy("stack/lock.py", "is being locked by another process")
+def test_another_process_locks(trouble: Trouble, locked: Demo) -> None:
+    with only_writer(locked.folder / "stack"), trouble:
+        stack(locked, "lock")
+    stack(locked, "lock")
+    trouble.gone()
+
+
+@remedy("stack/definition.py", "name the folder of stack.toml with --stack")
+def test_no_definition_here(trouble: Trouble, locked: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path / "stack")
+    cache = ("--cache", tmp_path / "cache")
+    with trouble:
+        moetier("stack", "verify", *cache)
+    moetier("stack", "verify", *cache, "--stack", ".")
+    trouble.gone()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        pytest.param(
+            ("lock", "--update", "demo=one"),
+            ("lock", "--update", "demo=1.0"),
+            marks=remedy("stack/relock.py", "expected PROJECT or PROJECT=VERSION"),
+        ),
+        pytest.param(
+            ("lock", "--update", "deno"),
+            ("lock", "--update", "demo"),
+            marks=remedy("stack/relock.py", "no source is of that project"),
+        ),
+        pytest.param(
+            ("lock", "--image", "plain"),
+            ("lock", "--image", f"plain={DIGEST}"),
+            marks=remedy("cli/stack.py", "expected PROFILE=sha256"),
+        ),
+        pytest.param(
+            ("lock", "--image", f"plain={DIGEST}", "--update", "demo"),
+            ("lock", "--image", f"plain={DIGEST}"),
+            marks=remedy("cli/stack.py", "no --update with it"),
+        ),
+    ],
+)
+def test_the_command_line_put_right(
+    trouble: Trouble, locked: Demo, wrong: tuple[str, ...], right: tuple[str, ...]
+) -> None:
+    with trouble:
+        stack(locked, *wrong)
+    stack(locked, *right)
+    trouble.gone()
+
+
+@remedy("stack/rebase.py", "name a new folder")
+def test_a_tree_is_written_to_a_new_folder(trouble: Trouble, locked: Demo) -> None:
+    (locked.folder / "mine").mkdir()
+    (locked.folder / "mine" / "file").write_text("mine")
+    with trouble:
+        stack(locked, "apply", "-p", "patched", locked.folder / "mine")
+    stack(locked, "apply", "-p", "patched", locked.folder / "new")
+    trouble.gone()
+
+
+@remedy("stack/wheel.py", "make room there, or name another folder")
+def test_a_wheel_is_written_to_another_folder(trouble: Trouble, locked: Demo) -> None:
+    (locked.folder / "dist").write_text("a file")
+    with trouble:
+        stack(locked, "wheel", "-p", "patched", "--out", locked.folder / "dist")
+    stack(locked, "wheel", "-p", "patched", "--out", locked.folder / "other")
+    trouble.gone()
+
+
+@remedy("stack/workspace.py", "constraints {}: there is no {}")
+def test_constraints_corrected(trouble: Trouble, demo: Demo) -> None:
+    demo.write(more='constraints = ["pins.txt"]')
+    (demo.folder / "stack" / "pinned.txt").write_text("extra==1.0\n")
+    with trouble:
+        stack(demo, "lock")
+    demo.edit_toml("pins.txt", "pinned.txt")
+    lock_and_verify(demo)
+    trouble.gone()
+
+
+@remedy("stack/verify.py", "is excluded and locked")
+def test_what_is_excluded_is_left_out(trouble: Trouble, demo: Demo) -> None:
+    demo.release.files["demo-1.0-py3-none-any.whl"] = wheel_bytes("1.0", FILES, requires="extra")
+    demo.release.files["extra-1.0-py3-none-any.whl"] = wheel_bytes("1.0", {"extra.py": ""}, "extra")
+    link = '<a href="../../files/extra-1.0-py3-none-any.whl">extra-1.0-py3-none-any.whl</a>'
+    demo.release.pages["/simple/extra/"] = link.encode()
+    demo.write(more='[profiles.patched.exclude]\ndistributions = ["extra"]\n')
+    demo.edit_toml('wheel = "demo"\ncarries = []', 'wheel = "demo"\nleave_out = ["extra"]\ncarries = []')
+    stack(demo, "lock")
+    with trouble:
+        stack(demo, "verify")
+    demo.edit_toml("[profiles.patched.exclude]", 'leave_out = ["extra"]\n[profiles.patched.exclude]')
+    lock_and_verify(demo)
+    trouble.gone()
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder on the path, empty: no git, and no program that builds images."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def _install_git(programs: Path) -> None:
+    """Put git on the path, as a package manager does."""
+    git = shutil.which("git", path=os.defpath)
+    assert git is not None
+    (programs / "git").symlink_to(git)
+
+
+@remedy("stack/git.py", "git is not installed")
+def test_git_is_installed(trouble: Trouble, locked: Demo, programs: Path) -> None:
+    with trouble:
+        stack(locked, "verify")
+    _install_git(programs)
+    stack(locked, "verify")
+    trouble.gone()
+
+
+BUILD = """
+import zipfile
+def build_wheel(folder, *_):
+    name = "moetier-1.0-py3-none-any.whl"
+    info = "moetier-1.0.dist-info"
+    with zipfile.ZipFile(f"{folder}/{name}", "w") as out:
+        out.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\\nName: moetier\\nVersion: 1.0\\n")
+        out.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        out.writestr(f"{info}/RECORD", f"{info}/METADATA,,\\n{info}/WHEEL,,\\n{info}/RECORD,,\\n")
+    return name
+"""
+"""The build of a project called moetier that compiles nothing."""
+
+
+@remedy("cli/stack.py", "an image needs moetier's own wheel")
+@remedy("stack/image.py", "expected moetier's own wheel")
+def test_an_image_with_our_wheel(
+    trouble: Trouble, locked: Demo, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(locked.folder)
+    image = ("image", "-p", "patched", "--context", locked.folder / "context")
+    Path("moetier-1.0.tar.gz").write_text("no wheel")
+    for wheel in ((), ("--moetier-wheel", "moetier-1.0.tar.gz")):
+        with trouble:
+            stack(locked, *image, *wheel)
+        assert "pip wheel --no-deps -w dist ." in trouble.text
+    Path("build.py").write_text(BUILD)
+    Path("pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n')
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", "dist", "."]
+    subprocess.run(pip, check=True, capture_output=True)
+    stack(locked, *image, "--moetier-wheel", *Path("dist").glob("*.whl"))
+    trouble.gone()
+
+
+@pytest.mark.parametrize("removed", [True, False], ids=["removed", "another"])
+@remedy("stack/image.py", "remove it, or name another with --context")
+def test_an_images_context_is_new(trouble: Trouble, locked: Demo, programs: Path, removed: bool) -> None:
+    ours = locked.folder / "moetier-1.0-py3-none-any.whl"
+    ours.write_bytes(wheel_bytes("1.0", {}, "moetier"))
+    context = locked.folder / "context"
+    context.mkdir()
+    image = ("image", "-p", "patched", "--moetier-wheel", ours)
+    with trouble:
+        stack(locked, *image, "--context", context)
+    if removed:
+        context.rmdir()
+    stack(locked, *image, "--context", context if removed else locked.folder / "another")
+    trouble.gone()
