@@ -66,7 +66,7 @@ def test_written_imported_checked_and_rendered(tmp_path: Path, name: str) -> Non
     assert len(results) == 1
     (page,) = (text for file, text in outputs(root, root / "results").items() if file.suffix == ".md")
     assert f"tiny/a {IMPORTED_MARK}" in page
-    with pytest.raises(BenchError, match="never overwritten"):
+    with pytest.raises(BenchError, match="was imported before"):
         import_proof(tmp_path / name, root / "results")
 
 
@@ -90,7 +90,7 @@ def test_an_edited_proof_is_refused(tmp_path: Path) -> None:
 
 def test_a_result_of_run_is_no_proof(tmp_path: Path) -> None:
     write_proof(made("tiny/a"), tmp_path / "x.json")
-    with pytest.raises(BenchError, match="no file of `moetier prove`"):
+    with pytest.raises(BenchError, match="not written by `moetier prove MODEL OUT`"):
         import_proof(tmp_path / "x.json", tmp_path / "results")
 
 

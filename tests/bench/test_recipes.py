@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
-import yaml
 
 from moetier.bench import BenchError
-from moetier.bench.documents import Library, MachineFile, Suite
+from moetier.bench.documents import Library, Suite
 from moetier.bench.probes import Coding
-from moetier.bench.provenance import code_of, machine_here
+from moetier.bench.provenance import code_of
 from moetier.bench.recipes import run_recipe
 from moetier.bench.result import listed, name_of
-from moetier.bench.server import Served
-from tests.bench.scripted import Script, scripted
+from tests.bench.checkouts import scripted_library
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("waits", "second", "third")
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     """A checkout with a recipe of the bundled model, and with this machine; the server is scripted."""
-
-    @contextmanager
-    def scripted_serving(*_: object) -> Iterator[Served]:
-        with scripted(Script(first=0.01, gap=0.002)) as url:
-            yield Served(url, psutil.Process(), 0.1)
-
-    monkeypatch.setattr("moetier.bench.run.serving", scripted_serving)
-    monkeypatch.setattr("moetier.bench.run.IDLE_SECONDS", 0.1)
-    monkeypatch.setattr("moetier.bench.run.COUNTED_SECONDS", 0)
-    shutil.copytree(ROOT / "models" / "nano-mxfp4", tmp_path / "scripted")
-    recipe = Library(ROOT).recipe("nano/dram").model_dump(mode="json")
-    machine = MachineFile.model_validate(machine_here("here", "where the tests run")).model_dump(mode="json")
-    recipe |= {"params": {}, "model": {**recipe["model"], "folder": "scripted"}}
-    documents = {"recipes/nano/dram": recipe, "machines/here": machine}
-    for name, document in documents.items():
-        path = tmp_path / f"{name}.yaml"
-        path.parent.mkdir(parents=True)
-        path.write_text(yaml.safe_dump(document))
-    return Library(tmp_path)
+    return scripted_library(tmp_path, monkeypatch)
 
 
 def suites() -> list[Suite]:

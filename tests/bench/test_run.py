@@ -273,7 +273,7 @@ def test_results_are_as_they_were_measured_and_rendered() -> None:
         (("compare", "README.md", "README.md"), "expected a result of `moetier bench run`"),
         (("show", "recipe", "nano/none"), "is not there"),
         (("machine", "../x", "--summary", "x"), "expected small letters"),
-        (("import", "README.md"), "expected a file of `moetier prove`"),
+        (("import", "README.md"), "expected a file that `moetier prove` wrote"),
         (("sweep", "nano/dram", "--axis", "dram_record=1"), "did you mean 'dram_records'"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

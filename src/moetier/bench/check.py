@@ -109,7 +109,7 @@ def _against_history(result: Result, root: Path, name: str) -> Iterator[str]:
     if name.startswith("imported/") or git(root, "rev-parse", "HEAD") is None:
         return
     if result.code.changed:
-        yield f"run on a changed tree ({', '.join(result.code.changed[:3])}): not a result to keep"
+        yield f"its tree was changed ({', '.join(result.code.changed[:3])}): no commit has what was measured"
     commit = result.code.commit
     if commit is None or git(root, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         if (git(root, "rev-parse", "--is-shallow-repository") or "").strip() == "false":

@@ -17,7 +17,9 @@ def machine_of(library: Library) -> MachineFile:
         named = library.machine(name)
         if named.identity == here.identity:
             return named
-    raise BenchError("no file of machines/ describes this hardware: write one with `moetier bench machine NAME`")
+    raise BenchError(
+        "no file of machines/ describes this hardware: write one with `moetier bench machine NAME --summary TEXT`"
+    )
 
 
 def check_machine(recipe: Recipe, named: MachineFile) -> None:

@@ -117,11 +117,19 @@ def slug(text: str) -> str:
 def write_proof(result: Result, out: Path) -> None:
     """Write the file, compressed if its name ends with .gz; never over another."""
     data = to_text(result).encode()
+    refuse_existing_file(out)
     try:
         with out.open("xb") as file:
             file.write(gzip.compress(data, mtime=0) if out.suffix == ".gz" else data)
     except FileExistsError:
-        raise BenchError(f"{out} is there already; name another file") from None
+        refuse_existing_file(out)
+        raise
+
+
+def refuse_existing_file(out: Path) -> None:
+    """BenchError where the file is there: before anything is measured, too."""
+    if out.exists():
+        raise BenchError(f"{out} is there already; name another file")
 
 
 def import_proof(path: Path, folder: Path) -> tuple[Path, Result]:
@@ -133,15 +141,20 @@ def import_proof(path: Path, folder: Path) -> tuple[Path, Result]:
         result = Result.model_validate_json(data)
     except (ValueError, EOFError, OSError, StoreError) as error:
         said = " ".join(str(error).split())[:300]
-        raise BenchError(f"{path}: expected a file of `moetier prove`, found {type(error).__name__}: {said}") from None
+        raise BenchError(
+            f"{path}: expected a file that `moetier prove` wrote, found {type(error).__name__}: {said}"
+        ) from None
     wrong = list(problems(data, result))
     if result.origin != "prove":
-        wrong.append("it is no file of `moetier prove`")
+        wrong.append("it was not written by `moetier prove MODEL OUT`")
     if result.status == "failed":
         wrong.append("nothing was measured in it")
     if wrong:
         raise BenchError(f"{path} is refused: {'; '.join(wrong[:5])}")
-    return write_result(folder, result, imported_name(result), data), result
+    name = imported_name(result)
+    if (folder / name).exists():
+        raise BenchError(f"{folder / name} is there already: {path} was imported before")
+    return write_result(folder, result, name, data), result
 
 
 def _inflated(data: bytes) -> bytes:

@@ -44,9 +44,16 @@ def run_recipe(
     code = _code(library.root, commit)
     named = library.machine(machine) if machine else machine_of(library)
     check_machine(recipe, named)
-    if (code.commit is None or code.changed) and not allow_dirty:
-        differs = ", ".join(code.changed[:5]) or "moetier is not installed from it (make setup does that)"
-        raise BenchError(f"a result is bound to a commit, and this tree is not clean: {differs}; or use --allow-dirty")
+    if code.commit is None and not allow_dirty:
+        raise BenchError(
+            f"a result is bound to a commit: expected a git checkout that moetier is installed from (make setup does "
+            f"that), found {library.root}; install it so, give --commit for a copy without git, or use --allow-dirty"
+        )
+    if code.changed and not allow_dirty:
+        raise BenchError(
+            f"a result is bound to a commit, and this tree is not clean: {', '.join(code.changed[:5])}; commit the "
+            "changes, or use --allow-dirty"
+        )
     if code.changed and out.resolve() == (library.root / "results").resolve():
         raise BenchError("a result of a changed tree does not go to results/; name another folder with --out")
     folder = model or library.model_folder(recipe.model)
@@ -87,7 +94,7 @@ def _code(root: Path, commit: str | None) -> Code:
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise BenchError(f"--commit {commit!r}: expected the 40 digits of `git rev-parse HEAD`")
     if code.commit is not None:
-        raise BenchError(f"--commit is for a copy without git; this is a checkout of {code.commit[:12]}")
+        raise BenchError(f"--commit is for a copy without git; this is a checkout of {code.commit[:12]}; leave it out")
     return stated(commit)
 
 

@@ -234,7 +234,7 @@ def footnotes(results: Sequence[Result]) -> Iterator[str]:
         f"(partial) {said(_left_out(result))}." for result in results if result.status == "partial"
     )
     if any(imported(result) for result in results):
-        yield f"{IMPORTED_MARK} Measured by someone else with `moetier prove`; checked, not repeated by us."
+        yield f"{IMPORTED_MARK} Measured by someone else (`prove`); checked, not repeated by us."
 
 
 def page_lines(release: str, results: Sequence[Result], pictures: dict[str, str], folder: Path) -> Iterator[str]:

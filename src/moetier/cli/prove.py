@@ -25,13 +25,11 @@ def prove(
 ) -> None:
     """Check exactness and measure MODEL here; the file holds no prompt and no path. What follows `--` goes to vLLM."""
     wanted()
-    from moetier.bench import BenchError
     from moetier.bench.documents import Library
     from moetier.bench.prove import prove as proved
-    from moetier.bench.prove import write_proof
+    from moetier.bench.prove import refuse_existing_file, write_proof
 
-    if out.exists():
-        raise BenchError(f"{out} is there already; name another file")
+    refuse_existing_file(out)
     chosen = Library(Path()).suite(suite)
     result = proved(
         model, store, _settings(setting or []), tuple(context.args), chosen, say, env=_pairs(env or [], "--env")

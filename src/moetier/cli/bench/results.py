@@ -49,7 +49,7 @@ def compare(
     from moetier.bench.compare import compare as judged
 
     if unknown := sorted(set(only or ()) - set(PARTS)):
-        raise BenchError(f"--only {', '.join(unknown)}: expected {' or '.join(PARTS)}")
+        raise BenchError(f"--only {', '.join(unknown)}: expected one of {', '.join(PARTS)}")
     (one, wrong_a), (other, wrong_b) = check_file(a), check_file(b)
     if one is None or other is None or wrong_a or wrong_b:
         raise BenchError("; ".join((*wrong_a, *wrong_b)))
