@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from dataclasses import asdict
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from rich.table import Table
 from moetier.cli import serve
 from moetier.errors import SettingsError
 from moetier.eval.ask import Server, evaluate
-from moetier.eval.items import load_set
+from moetier.eval.items import load_sets
 from moetier.residency import POLICIES
 from moetier.residency.heat import Heat
 from moetier.residency.simulate import Plan, Scores, simulate
@@ -50,10 +51,8 @@ def record(
 
     To record other traffic, use `moetier serve --record TRACE`.
     """
-    paths = [sets / f"{name}.jsonl" for name in task] if task else sorted(sets.glob("*.jsonl"))
-    if not paths:
-        raise SettingsError(f"{sets}: expected evaluation sets, *.jsonl, found none; name their folder with --sets")
-    questions = [item for path in paths for item in load_set(path)[:items]]
+    of_sets = groupby(load_sets(sets, task or []), key=lambda item: item.task)
+    questions = [item for _, of_set in of_sets for item in islice(of_set, items)]
     settings = Settings.parse({"store": store, "dram_records": dram_records, "record_trace": trace})
     request = ServeRequest(
         model=model,

@@ -67,7 +67,7 @@ class ResultLog:
                 "remove the file"
             ) from error
         if self.about and found != self.about:
-            raise EvalError(f"{self.path}: expected results of {self.about}, found {found}; name another folder")
+            raise EvalError(f"{self.path}: expected results of {self.about}, found {found}; name another file")
         if len({(result.task, result.id) for result in self.results}) != len(self.results):
             raise EvalError(f"{self.path}: an item is there twice, so two runs wrote at once; remove one of its lines")
         self.about = found

@@ -144,7 +144,8 @@ class Report:
             results = _RESULTS.validate_python(state.pop("results"))
         except (OSError, StoreError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise EvalError(
-                f"{path}: expected a result file of `moetier eval --out`, found {type(error).__name__}: {error}"
+                f"{path}: expected a result file, found {type(error).__name__}: {error}; make one with "
+                "`moetier eval --out FILE`"
             ) from error
         return cls(state, results)
 

@@ -24,9 +24,12 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.geometry.slices % self.ranks:
+            expected = f"expected one that divides the {self.geometry.slices} slices of the store's records"
+            if self.ranks & (self.ranks - 1):
+                raise SettingsError(f"tensor-parallel size {self.ranks}: {expected}; choose a power of two")
             raise SettingsError(
-                f"tensor-parallel size {self.ranks}: expected one that divides the {self.geometry.slices} slices of "
-                f"the store's records; build a store with `moetier store build --slices {self.ranks}`"
+                f"tensor-parallel size {self.ranks}: {expected}; build another store with "
+                f"`moetier store build CHECKPOINT OUT --slices {self.ranks}`"
             )
         assert 0 <= self.rank < self.ranks, f"rank {self.rank} of {self.ranks}"
 

@@ -206,11 +206,11 @@ def write_trace(path: Path, header: TraceHeader, calls: Iterable[TracedCall]) ->
 
 
 def _new(path: Path) -> FileIO:
+    if path.exists():
+        raise SettingsError(f"{path} exists already; name a new file for the trace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("xb", buffering=0)
-    except FileExistsError:
-        raise SettingsError(f"{path} exists already; name a new file for the trace") from None
     except OSError as error:
         raise SettingsError(f"cannot write the trace {path} ({error.strerror}); name another file") from error
 
