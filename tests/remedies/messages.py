@@ -35,6 +35,8 @@ COMMAND = re.compile(
     r"\bmoetier (?:bench|calibrate|doctor|eval|identity|plan|prove|serve|stack|store|trace)\b"
     r"|\bpip install|(?<![\w-])--[a-z][a-z-]+|\bapt-get\b|\bmake [a-z]+|\bulimit\b"
 )
+REPORT = re.compile(r"(?:please |[;,.] )*\b[Rr]eport (?:this|it)\b(?! with)")
+"""Asks for a report and mends nothing."""
 HELP = ("help", "description", "epilog", "short_help")
 """Keyword arguments that carry the command line's help and the schema's."""
 NAMES = re.compile(r"^-[-\w=./{}]*$|^--[\w-]+=|^[\w.{}/-]*$|^moetier \w+$|^<|^\s")
@@ -116,6 +118,7 @@ def _template(node: ast.AST) -> str | None:
 def _tells_what_to_do(text: str) -> bool:
     if NAMES.match(text) or " " not in text.strip() or "\n" in text or text[:1].isupper():
         return False
+    text = REPORT.sub("", text)
     return bool(IMPERATIVE.search(text) or COMMAND.search(text))
 
 

@@ -84,10 +84,10 @@ def test_the_users_environment_wins() -> None:
     assert environment(REQUEST, (0, 1), {"OMP_WAIT_POLICY": "active"})["OMP_WAIT_POLICY"] == "active"
 
 
-def test_sockets_are_where_they_are_removed_if_their_names_fit() -> None:
-    for folder, theirs in (("/tmp/moetier-x", "/tmp/moetier-x"), (f"/{'x' * 70}", None)):
-        found = environment(replace(REQUEST, scratch=Path(folder)), (0, 1), {})
-        assert found.get("VLLM_RPC_BASE_PATH") == theirs
+def test_what_the_surroundings_ask_for_wins() -> None:
+    found = environment(replace(REQUEST, surroundings={"HOME": "/ours"}), (0, 1), {"HOME": "/theirs", "TERM": "dumb"})
+    assert found["HOME"] == "/ours"
+    assert found["TERM"] == "dumb"
 
 
 @pytest.mark.parametrize(

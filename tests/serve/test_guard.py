@@ -25,9 +25,9 @@ from moetier.serve import guard
 from moetier.serve.guard import guarded
 server = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, stdout=subprocess.PIPE)
 server.stdout.readline()  # deaf from now on
-with guarded(server.pid, 0.1 if sys.argv[3] == "served" else 60) as ready:
+with guarded(server.pid, 0.1 if sys.argv[3] == "served" else 60) as started:
     if sys.argv[3] != "abandon":
-        ready()
+        started.tell_ready()
     print(server.pid, flush=True)
     {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "raise": lambda: 1 / 0, "end": lambda: None}[sys.argv[2]]()
 """

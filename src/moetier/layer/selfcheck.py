@@ -77,8 +77,8 @@ def _compare(
         raise IdentityError(
             f"identity check: the paths {one[0]!r} and {two[0]!r} differ in {values} of {one[1].size} values of a call "
             f"of layer {number} with {call.x.shape[0]} tokens, experts {np.unique(call.ids).tolist()}: expected equal "
-            "bits. Nothing is served. Run `moetier identity --store "
-            f"{model.store.path}` again and on another machine: either this one's CPU or memory is at fault, or moetier"
+            f"bits. Nothing is served. Run `moetier identity --store {model.store.path}` here and on another machine: "
+            "either this one's CPU or memory is at fault, or moetier"
         )
 
 

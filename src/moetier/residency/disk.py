@@ -110,8 +110,8 @@ class DiskReader:
         problem = f"{problem} ({ATTEMPTS} attempts)"
         if self._healer is None:
             raise RecordReadError(
-                f"{problem}. Nothing was computed from it. Run `moetier store verify {self._store.path}` and build the "
-                "store again if the disk is sound."
+                f"{problem}. Nothing was computed from it. Run `moetier store verify {self._store.path}`, and build "
+                "the store again into another folder if the disk is sound."
             )
         if self.part.ranks == 1:
             self._healer.heal(layer, expert, problem, out)

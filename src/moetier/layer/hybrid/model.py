@@ -271,7 +271,7 @@ class HybridModel:
                 MoetierError(
                     f"the CPU did not answer the device within {self._patience:.0f} s (request {self.path.mail.late}): "
                     "its threads were stopped, or starved by other processes; nothing was computed from it. Start "
-                    "again, with fewer threads (`--set threads=N`) or a longer `patience_seconds`"
+                    "again, with fewer threads (`--set threads=N`) or more patience (`--set patience_seconds=N`)"
                 )
             )
 
