@@ -184,7 +184,7 @@ def test_command_compares_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--url", "http://127.0.0.1:9/v1"), "is the server running there?"),
+        (("--url", "http://127.0.0.1:9/v1"), "start the server, or give its address with --url"),
         (("--sets", "/nonexistent"), "name their folder with --sets"),
         (("compare", "/nonexistent", "/nonexistent"), "expected a result file"),
     ],

@@ -116,9 +116,11 @@ def _template(node: ast.AST) -> str | None:
 
 
 def _tells_what_to_do(text: str) -> bool:
-    if NAMES.match(text) or " " not in text.strip() or "\n" in text or text[:1].isupper():
+    if NAMES.match(text) or " " not in text.strip() or "\n" in text:
         return False
     text = REPORT.sub("", text)
+    if text[:1].isupper():  # prose, unless it has the form of an error: "...; do this"
+        text = text.partition("; ")[2]
     return bool(IMPERATIVE.search(text) or COMMAND.search(text))
 
 

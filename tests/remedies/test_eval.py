@@ -50,7 +50,7 @@ class Served:
 
 
 @contextmanager
-def serving(served: Served) -> Iterator[str]:
+def serving(served: Served, port: int = 0) -> Iterator[str]:
     """The address of an API that answers so."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -72,7 +72,7 @@ def serving(served: Served) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/v1"
@@ -130,6 +130,18 @@ def test_the_package_of_the_extra(trouble: Trouble, sets: Path, monkeypatch: pyt
         extra = {one.name for one in wanted if one.marker is not None and one.marker.evaluate({"extra": "eval"})}
         assert "openai" in extra
         moetier("eval", "--url", url, "--sets", sets, "--task", "copy")
+    trouble.gone()
+
+
+@pytest.mark.parametrize("started", [True, False], ids=["started", "its-address"])
+@remedy("eval/ask.py", "start the server, or give its address with --url")
+def test_a_server_that_runs(trouble: Trouble, sets: Path, started: bool) -> None:
+    with serving(Served()) as url:
+        free = url  # once it has ended, nobody listens there
+    with trouble:
+        moetier("eval", "--url", free, "--sets", sets, "--task", "copy")
+    with serving(Served(), int(free.split(":")[2].split("/")[0]) if started else 0) as url:
+        moetier("eval", "--url", free if started else url, "--sets", sets, "--task", "copy")
     trouble.gone()
 
 

@@ -74,6 +74,16 @@ def test_a_kernel_set_of_this_machine(trouble: Trouble, monkeypatch: pytest.Monk
     trouble.gone()
 
 
+@remedy("kernels/cpu/pool.py", "name some of those")
+def test_cpus_of_this_process(trouble: Trouble) -> None:
+    own = machine.allowed_cpus()
+    with trouble:
+        ThreadPool(1, [max(own) + 1])
+    assert f"its own are {list(own)}" in trouble.text
+    ThreadPool(1, own[:1]).close()
+    trouble.gone()
+
+
 @pytest.mark.parametrize("raised", [False, True], ids=["fewer", "raised"])
 @remedy("kernels/cpu/pool.py", "set threads lower")
 def test_fewer_threads(trouble: Trouble, raised: bool) -> None:

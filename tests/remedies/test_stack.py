@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moetier.errors import MoetierError
-from moetier.stack.lock import only_writer
+from moetier.stack.lock import Lock, only_writer, save_lock
+from moetier.stack.workspace import patch_hash
 from tests.remedies.commands import moetier
 from tests.remedies.stacks import carry_path, lock_and_verify, polite, stack
 from tests.remedies.trouble import Trouble
@@ -122,6 +125,70 @@ def test_locked_anew(trouble: Trouble, locked: Demo, damage: Step, act: Step) ->
     stack(locked, "lock")
     act(locked)
     stack(locked, "verify")
+    trouble.gone()
+
+
+def _locked_as(demo: Demo, change: Callable[[dict[str, Any]], None]) -> None:
+    """Save the lock with other values, and the checksum of those."""
+    values = json.loads(demo.space.lock_path.read_text())
+    del values["checksum"]
+    change(values)
+    save_lock(demo.space.lock_path, Lock.model_validate(values))
+
+
+@remedy("stack/verify.py", "run `moetier stack lock --update")
+def test_a_tree_that_is_not_the_locked_one(trouble: Trouble, locked: Demo) -> None:
+    _locked_as(locked, lambda values: values["sources"]["demo"].update(tree="0" * 64))
+    with trouble:
+        stack(locked, "verify")
+    assert "moetier stack lock --update demo" in trouble.text
+    stack(locked, "lock", "--update", "demo")
+    stack(locked, "verify")
+    trouble.gone()
+
+
+@pytest.mark.parametrize("restored", [True, False])
+@remedy("stack/verify.py", "a hunk was lost, or a carry changed")
+def test_a_lost_hunk(trouble: Trouble, locked: Demo, restored: bool) -> None:
+    path, lock = carry_path(locked, "polite"), locked.space.lock_path
+    before, written = path.read_bytes(), lock.read_bytes()
+    _other_carry(locked)
+    changed = patch_hash(path.read_bytes())
+    _locked_as(locked, lambda values: values["carries"].update(polite=changed))
+    with trouble:
+        stack(locked, "verify")
+    if restored:  # from the history, with the lock that was written of it
+        path.write_bytes(before)
+        lock.write_bytes(written)
+    else:
+        stack(locked, "lock")
+    stack(locked, "verify")
+    trouble.gone()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["not-excluded", "another-wheel"])
+@remedy("stack/verify.py", "take another wheel, or do not exclude it")
+def test_a_file_that_is_excluded(trouble: Trouble, demo: Demo, kept: bool) -> None:
+    demo.write(more='[profiles.patched.exclude]\nfiles = ["demo/data.*"]\n')
+    stack(demo, "lock")
+    with trouble:
+        stack(demo, "verify")
+    if kept:
+        demo.edit_toml('files = ["demo/data.*"]', "")
+    else:
+        demo.release.add("1.1", {name: text for name, text in FILES.items() if name != "demo/data.txt"})
+    stack(demo, "lock", *(() if kept else ("--update", "demo")))
+    stack(demo, "verify")
+    trouble.gone()
+
+
+@remedy("cli/stack.py", "install it: pip install")
+def test_a_wheel_is_installed(trouble: Trouble, locked: Demo) -> None:
+    trouble.said(stack(locked, "wheel", "-p", "patched", "--out", locked.folder / "dist"))
+    pip, *install = trouble.text.partition("install it: ")[2].split()
+    apart = ["--no-index", "--no-deps", "--quiet", "--target", str(locked.folder / "site")]
+    subprocess.run([sys.executable, "-m", pip, *install, *apart], check=True, capture_output=True)
+    assert "Dearest" in (locked.folder / "site/demo/app.py").read_text()
     trouble.gone()
 
 

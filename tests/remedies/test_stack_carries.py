@@ -87,6 +87,32 @@ def _parted(demo: Demo) -> None:
     demo.edit_toml('scope = "test"', 'scope = "runtime"')
 
 
+def _native(demo: Demo) -> None:
+    demo.write(("native", demo.patch(replacing("demo/native.cpp", "1", "2"))))
+
+
+def _from_source(demo: Demo) -> None:
+    demo.edit_toml('carries = ["native"]', 'carries = ["native"]\nbuild = "source"')
+
+
+HALF = "x" * 1000 + "\n"
+"""A line of a file so long that half of it may be a carry, and all of it not."""
+
+
+def _adding(name: str, *files: str) -> Callable[[Demo], tuple[str, bytes]]:
+    new = {**FILES, **{f"demo/{file}.txt": HALF * 2500 for file in files}}
+    return lambda demo: (name, patch_bytes(demo.folder / f"repo-{name}", FILES, new))
+
+
+def _large(demo: Demo) -> None:
+    demo.write(_adding("all", "a", "b")(demo))
+
+
+def _parts(demo: Demo) -> None:
+    drop(demo, "all")
+    demo.write(_adding("one", "a")(demo), _adding("two", "b")(demo))
+
+
 FAULTS = [
     pytest.param(_changed(_twice), polite, marks=remedy("stack/patch.py", "is in it twice")),
     pytest.param(
@@ -107,6 +133,13 @@ FAULTS = [
     pytest.param(_two_on_one_line, _one_on_one_line, marks=remedy("stack/patch.py", "at line")),
     pytest.param(_mixed("test"), _parted, marks=remedy("stack/patch.py", "is outside tests/")),
     pytest.param(_mixed("runtime"), _parted, marks=remedy("stack/patch.py", "is a test, and")),
+    pytest.param(
+        _changed(lambda data: data.replace(b"demo/app.py", b"../demo/app.py")),
+        polite,
+        marks=remedy("stack/patch.py", "make the patch in the root of the tree"),
+    ),
+    pytest.param(_native, _from_source, marks=remedy("stack/patch.py", "set build =")),
+    pytest.param(_large, _parts, marks=remedy("stack/workspace.py", "make several carries of it")),
     pytest.param(
         lambda demo: (polite(demo), drop(demo, "polite")),
         polite,

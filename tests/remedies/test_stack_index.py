@@ -218,6 +218,20 @@ def test_a_file_that_is_not_offered_any_more(trouble: Trouble, demo: Demo, remed
     trouble.gone()
 
 
+@remedy("stack/workspace.py", "find out why")
+def test_a_file_that_changed_under_its_name(trouble: Trouble, demo: Demo) -> None:
+    demo.write()
+    stack(demo, "lock")
+    in_cache(demo, ".tar.gz").unlink()
+    demo.release.files["demo-1.0.tar.gz"] = sdist_bytes("1.0", shifted(FILES))
+    demo.release.files["demo-1.0-py3-none-any.whl"] = wheel_bytes("1.0", shifted(FILES))
+    with trouble:
+        stack(demo, "verify")
+    stack(demo, "lock", "--update", "demo")
+    stack(demo, "verify")
+    trouble.gone()
+
+
 @pytest.fixture
 def commits(tmp_path: Path) -> Iterator[Demo]:
     """A stack on the branch `stack` of a git repository, and the wheel of its first commit."""

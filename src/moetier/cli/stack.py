@@ -112,7 +112,8 @@ def wheel(
     if as_json:
         typer.echo(json.dumps({"wheel": str(path), "sha256": wheel_hash(path)}))
     else:
-        typer.echo(f"{path}\nsha256 {wheel_hash(path)}\ninstall it: pip install {path}")
+        typer.echo(f"{path}\nsha256 {wheel_hash(path)}")
+        typer.echo(f"install it: pip install {path}")
 
 
 @app.command("image")

@@ -60,7 +60,9 @@ def client(url: str, api_key: str | None, timeout: float, retries: int = 2) -> I
         remedy = PARSERS if NO_PARSER in error.message else ""
         raise EvalError(f"{url} answered with status {error.status_code}: {error.message}{remedy}") from error
     except openai.APIError as error:
-        raise EvalError(f"{url} does not answer ({error.message}); is the server running there?") from error
+        raise EvalError(
+            f"{url} does not answer ({error.message}); start the server, or give its address with --url"
+        ) from error
 
 
 def model_of(url: str, api_key: str | None) -> str:

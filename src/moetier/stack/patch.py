@@ -100,7 +100,9 @@ def _file(name: str, part: PatchedFile) -> FilePatch:
     for path in (source, target):
         bare = path if path == "/dev/null" else re.sub(r"^[ab]/", "", path)
         if path != "/dev/null" and (not re.match(r"[ab]/", path) or not _inside(bare)):
-            raise StackError(f"carry {name}: the path {path!r} leads out of the tree; cut the patch in the tree's root")
+            raise StackError(
+                f"carry {name}: the path {path!r} leads out of the tree; make the patch in the root of the tree"
+            )
     if re.search(r"^(rename|copy) (from|to) ", info, re.MULTILINE) or (
         "/dev/null" not in (source, target) and source[2:] != target[2:]
     ):
@@ -270,7 +272,7 @@ def scope_problems(patch: Patch, scope: str, package: str, from_source: bool) ->
             found.append(f"carry {patch.id}: {file.path} is a test, and its scope is runtime; make it two carries")
         elif scope == "runtime" and not from_source and (top != package or native):
             found.append(
-                f"carry {patch.id}: {file.path} is not in a wheel, or compiled parts are built from it; only a profile "
-                'with build = "source" can carry that'
+                f"carry {patch.id}: {file.path} is not in a wheel, or compiled parts are built from it; set "
+                'build = "source" in the profiles that carry it'
             )
     return found

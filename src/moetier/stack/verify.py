@@ -91,7 +91,10 @@ def _check_source(space: Workspace, name: str) -> Tree:
         raise StackError(f"source {name}: {pinned.version} is locked, the range is {source.range}; {RELOCK}")
     tree = space.source_tree(source, pinned)
     if tree.hash() != pinned.tree:
-        raise StackError(f"source {name}: its tree is {tree.hash()}, the lock says {pinned.tree}; lock it anew")
+        raise StackError(
+            f"source {name}: its tree is {tree.hash()}, the lock says {pinned.tree}; "
+            f"run `moetier stack lock --update {source.project}`"
+        )
     metadata = tree.texts.get("PKG-INFO", b"").decode(errors="replace")
     said = next((line.split()[1] for line in metadata.split("\n") if line.startswith("Version: ")), pinned.version)
     if Version(said) != Version(pinned.version):
@@ -138,7 +141,10 @@ def _check_profile(
 
 def _check_tree(what: str, found: str, locked: str, problems: Problems) -> None:
     if found != locked:
-        problems.add(f"{what}: its tree is {found}, the lock says {locked}; a hunk was lost, or a carry changed")
+        problems.add(
+            f"{what}: its tree is {found}, the lock says {locked}; a hunk was lost, or a carry changed: restore it, "
+            f"or {RELOCK}"
+        )
 
 
 def _check_requirements(name: str, space: Workspace, pinned: PinnedProfile, problems: Problems) -> None:
@@ -152,7 +158,9 @@ def _check_requirements(name: str, space: Workspace, pinned: PinnedProfile, prob
     with problems.collecting():
         for project, version in space.constraints(profile).items():
             if have.get(project, version) != version:
-                problems.add(f"profile {name}: {project} {have[project]} is locked, the constraints say {version}")
+                problems.add(
+                    f"profile {name}: {project} {have[project]} is locked, the constraints say {version}; {RELOCK}"
+                )
 
 
 def _check_absent(name: str, space: Workspace, pinned: PinnedProfile, wheel: Tree, problems: Problems) -> None:
@@ -163,7 +171,10 @@ def _check_absent(name: str, space: Workspace, pinned: PinnedProfile, wheel: Tre
     for pattern in exclude.files:
         found = fnmatch.filter(wheel.digests, pattern)
         if found:
-            problems.add(f"profile {name}: {pattern} is excluded, and the wheel has {found[0]}")
+            problems.add(
+                f"profile {name}: {pattern} is excluded, and the wheel has {found[0]}; take another wheel, or do not "
+                "exclude it"
+            )
 
 
 def _git_agrees(space: Workspace, profile: str, source: Tree, problems: Problems) -> None:

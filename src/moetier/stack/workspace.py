@@ -62,7 +62,7 @@ class Workspace:
         except OSError as error:
             raise StackError(f"carry {carry}: {path} cannot be read ({error.strerror}); put its patch there") from None
         if len(data) > LARGEST_PATCH:
-            raise StackError(f"carry {carry}: {path} has more than {LARGEST_PATCH:,} bytes; carry less")
+            raise StackError(f"carry {carry}: {path} has more than {LARGEST_PATCH:,} bytes; make several carries of it")
         return data
 
     def patch(self, carry: str) -> Patch:
@@ -98,7 +98,7 @@ class Workspace:
         if offered.sha256 != pinned.sha256:
             raise StackError(
                 f"{pinned.filename}: locked with sha256 {pinned.sha256}, the index now offers {offered.sha256} under "
-                "that name; find out why before you lock anew"
+                "that name; find out why, then run `moetier stack lock --update PROJECT`"
             )
         return fetch(offered, self.cache)
 
