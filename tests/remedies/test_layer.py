@@ -251,12 +251,12 @@ def test_a_cpu_that_does_not_answer(trouble: Trouble, store_path: Path) -> None:
     failed: list[Exception] = []
     mail = SimpleNamespace(late=3, refused=0)
     late: Any = SimpleNamespace(path=SimpleNamespace(mail=mail), _failed=False, _patience=60.0, _fail=failed.append)
-    HybridModel._look_whether_late(late)
+    HybridModel.tell_if_late(late)
     trouble.said(str(failed.pop()))
     told = Settings.parse({"store": store_path, **_assignments(["threads=1", "patience_seconds=600"])})
     assert (told.threads, told.patience_seconds) == (1, 600)
     mail.late = 0  # in time
-    HybridModel._look_whether_late(late)
+    HybridModel.tell_if_late(late)
     assert failed == []
     trouble.gone()
 

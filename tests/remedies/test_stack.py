@@ -111,8 +111,6 @@ RELOCK = [
         marks=remedy("stack/workspace.py", "source {} is not locked"),
         id="source",
     ),
-    pytest.param(_renamed_source, _verify, id="sources"),
-    pytest.param(lambda demo: demo.edit_toml('base = "python:3.11', 'base = "python:3.12'), _verify, id="base"),
 ]
 
 
