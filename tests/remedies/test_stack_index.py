@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import resource
 import tarfile
@@ -255,8 +256,6 @@ def _publish(demo: Demo, commit: str) -> None:
 
 
 def _sha256(demo: Demo, name: str, commit: str) -> str:
-    import hashlib
-
     data = wheel_bytes(f"1.0+g{commit[:9]}", FILES)
     demo.release.pages[f"/files/{name.replace('+', '%2B')}"] = data
     return hashlib.sha256(data).hexdigest()
