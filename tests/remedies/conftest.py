@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.remedies.messages import find
+from tests.remedies.stacks import polite, stack
 from tests.remedies.trouble import Trouble
 from tests.stack.conftest import demo as demo
+from tests.stack.project import Demo
 
 
 @pytest.fixture
@@ -19,3 +21,11 @@ def trouble(request: pytest.FixtureRequest) -> Iterator[Trouble]:
     trouble = Trouble(*(find(*mark.args) for mark in marks))
     yield trouble
     assert trouble.solved, "the scenario ended without trouble.gone()"
+
+
+@pytest.fixture
+def locked(demo: Demo) -> Demo:
+    """The demo stack with one carry, locked."""
+    polite(demo)
+    stack(demo, "lock")
+    return demo
