@@ -11,6 +11,7 @@ import pytest
 from moetier.errors import UnsupportedModelError
 from moetier.settings import Settings
 from moetier.store.build import build_store
+from moetier.store.names import LAYERS, LayerSpelling, find_layers
 from moetier.store.store import Store
 from tests.store.checkpoints import write_checkpoint
 
@@ -123,20 +124,40 @@ def test_device_slots(store: Store, device: str, graphs: int, reason: str | None
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("model.layers.3.mlp.experts", 3), ("layers.41.ffn.experts", 41), ("model.layers.5.mtp_block.mlp.experts", 5)],
+    [
+        ("model.layers.3.mlp.experts", 3),
+        ("layers.41.ffn.experts", 41),
+        ("model.layers.5.mtp_block.mlp.experts", 5),
+        ("mtp.layers.0.mlp.experts", 48),
+        ("mtp.layers.48.mlp.experts", 48),
+    ],
 )
 def test_layer_number(name: str, number: int) -> None:
     from moetier.serve.naming import layer_number
 
-    assert layer_number(name) == number
+    assert layer_number(name, 48) == number
 
 
-@pytest.mark.parametrize("name", ["model.experts", "model.layers.1.layers.2.experts"])
+@pytest.mark.parametrize("spelling", LAYERS, ids=lambda spelling: spelling.template)
+@pytest.mark.parametrize("written", [0, 2])
+def test_a_module_and_its_tensors_are_of_the_same_layer(spelling: LayerSpelling, written: int) -> None:
+    from moetier.serve.naming import layer_number
+
+    module = spelling.template.format(layer=written)
+    ((number, name),) = ((layer.number, layer.name) for layer in find_layers([f"{module}.0.w1.weight"], 48))
+    assert (number, name) == (layer_number(module, 48), module)
+    assert number == written + 48 * spelling.drafts
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.experts", "model.layers.1.layers.2.experts", "mtp.layers.0.mlp.experts.x", "draft.layers.0.mlp.experts"],
+)
 def test_layer_number_that_cannot_be_told(name: str) -> None:
     from moetier.serve.naming import layer_number
 
     with pytest.raises(UnsupportedModelError, match=name):
-        layer_number(name)
+        layer_number(name, 48)
 
 
 @pytest.mark.parametrize(

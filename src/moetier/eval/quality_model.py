@@ -53,8 +53,9 @@ class QualityModel:
         self._modules: dict[int, Any] = {}
         for name, module in self.model.named_modules():
             if "moetier_layer" in vars(module):
-                self._modules[layer_number(name)] = module
-                vars(module)["quality_experts"] = Experts.of_layer(self.tiers.store, layer_number(name))
+                number = layer_number(name, self.tiers.hidden_layers)
+                self._modules[number] = module
+                vars(module)["quality_experts"] = Experts.of_layer(self.tiers.store, number)
         for arithmetic in ARITHMETICS.values():
             ALL_EXPERTS_FUNCTIONS.register(_implementation(arithmetic.name), _forward(arithmetic))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
-from moetier.errors import MoetierError
+from moetier.errors import MoetierError, UnsupportedModelError
 from moetier.kernels.cpu import CpuExperts, ThreadPool
 from moetier.layer.context import Context
 from moetier.layer.counters import Counters
@@ -55,6 +55,7 @@ class TieredModel:
         self.records = records
         self.healer = Healer(store, checkpoint) if checkpoint else None
         self._hidden_layers = checkpoint.hidden_layers if checkpoint else None
+        self._claims: dict[int, str] = {}
         self.reader = DiskReader(store, settings.disk_threads, self.healer, self.part)
         self.pool = ThreadPool(settings.threads, settings.cpus)
         self.kernel = self.make_kernel(settings.isa, self.pool, max_tokens)
@@ -98,6 +99,24 @@ class TieredModel:
             layer.preload(self.records)
             self._attached[index] = layer
         return self._attached[index]
+
+    @property
+    def hidden_layers(self) -> int:
+        """Layers of the model itself, from which its drafter's count on."""
+        if self._hidden_layers is None:
+            raise ValueError("a model without its checkpoint has no drafter")
+        return self._hidden_layers
+
+    def claim(self, number: int, module: str) -> None:
+        """Note that the framework's module of this name computes a layer; another for the same is an error.
+
+        A drafter whose modules are numbered from 0 would compute with the experts of the model's first layers.
+        """
+        if self._claims.setdefault(number, module) != module:
+            raise UnsupportedModelError(
+                f"{module}: expected one module for layer {number} of the checkpoint, found {self._claims[number]} too; "
+                "this model's drafter cannot be served: start without --speculative-config"
+            )
 
     def drafts(self, number: int) -> bool:
         """Whether the layer with this number in the checkpoint is a drafter's."""

@@ -86,7 +86,7 @@ def load_model(
     names = {module: name for name, module in model.named_modules()}
     for module in experts:
         _check_experts(names[module], module)
-        vars(module)["moetier_layer"] = (hybrid or tiers).attach(layer_number(names[module]))
+        vars(module)["moetier_layer"] = (hybrid or tiers).attach(layer_number(names[module], checkpoint.hidden_layers))
     _load_weights(model, checkpoint)
     model.to(place)  # type: ignore[arg-type]  # torch's stub wants a module there
     if hybrid is not None:
@@ -186,7 +186,7 @@ def _load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     wanted = dict(model.state_dict(keep_vars=True))
     for shard in checkpoint.shards.shards:
         with safe_open(shard.path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
+            for name in shard.tensors:
                 if name in wanted:
                     with torch.no_grad():
                         wanted.pop(name).copy_(file.get_tensor(name))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import re
-
 from moetier.errors import UnsupportedModelError
+from moetier.store.names import MODULES, module_layer
 
 
-def layer_number(name: str) -> int:
-    """Number of the checkpoint's layer from a module name such as `model.layers.3.mlp.experts`."""
-    numbers = re.findall(r"(?:^|\.)layers\.(\d+)(?=\.)", name)
-    if len(numbers) != 1:
+def layer_number(name: str, hidden_layers: int | None = None) -> int:
+    """Number of the checkpoint's layer from a module name such as `model.layers.3.mlp.experts`.
+
+    hidden_layers: of the model itself; a drafter's layers (`mtp.layers.0.mlp.experts`) count on from it.
+    """
+    number = module_layer(name, hidden_layers)
+    if number is None:
+        known = ", ".join(spelling.template.format(layer="N") for spelling in MODULES)
         raise UnsupportedModelError(
-            f"cannot tell the layer number of {name!r}: expected one 'layers.N.' in it, found {len(numbers)}"
+            f"cannot tell which layer of the checkpoint {name!r} is: expected one of {known}, found another name; "
+            "use vLLM without moetier for this model"
         )
-    return int(numbers[0])
+    return number

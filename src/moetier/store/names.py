@@ -16,6 +16,13 @@ class LayerSpelling:
     template: str
     drafts: bool = False
 
+    def number(self, written: int, hidden_layers: int) -> int:
+        """The layer's number in the checkpoint, from the one that is written in a name.
+
+        Drafters are counted from 0 or, as Qwen4's modules in vLLM, from the last hidden layer on.
+        """
+        return written + hidden_layers if self.drafts and written < hidden_layers else written
+
 
 LAYERS = (
     LayerSpelling("model.layers.{layer}.mlp.experts"),  # DeepSeek V2/V3, GLM, Kimi, Qwen
@@ -27,6 +34,16 @@ LAYERS = (
     LayerSpelling("language_model.model.layers.{layer}.mlp.experts"),  # multimodal Kimi
     LayerSpelling("mtp.layers.{layer}.mlp.experts", drafts=True),  # Qwen3-Next
 )
+
+MODULES = (
+    *LAYERS,
+    LayerSpelling("model.layers.{layer}.mtp_block.mlp.experts"),
+    LayerSpelling("language_model.model.layers.{layer}.ffn.experts"),
+    LayerSpelling("language_model.model.layers.{layer}.block_sparse_moe.experts"),
+    LayerSpelling("model.layers.{layer}.mtp_block.block_sparse_moe.experts"),
+    LayerSpelling("language_model.mtp.layers.{layer}.mlp.experts", drafts=True),
+)
+"""Names of the modules that compute a layer's experts: those of the tensors, and what frameworks make of them."""
 
 MATRICES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Spellings of (gate, up, down) of one expert."""
@@ -41,6 +58,7 @@ def _pattern(spelling: LayerSpelling) -> str:
 
 _MEMBER = rf"(?:\d{{1,5}}\.(?:{'|'.join(m for triple in MATRICES for m in triple)})\.|(?:{'|'.join(FUSED)})(?=[._]|$))"
 _PATTERNS = [(spelling, re.compile(rf"({_pattern(spelling)})\.{_MEMBER}")) for spelling in LAYERS]
+_MODULES = [(spelling, re.compile(_pattern(spelling))) for spelling in MODULES]
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,18 @@ def is_expert_tensor(name: str) -> bool:
     return ".experts." in name and any(pattern.match(name) for _, pattern in _PATTERNS)
 
 
+def module_layer(name: str, hidden_layers: int | None) -> int | None:
+    """Number of the layer whose experts the module of this name computes; None for a name that is not known.
+
+    A drafter's name is not known where hidden_layers is not.
+    """
+    for spelling, pattern in _MODULES:
+        match = pattern.fullmatch(name)
+        if match is not None and (hidden_layers is not None or not spelling.drafts):
+            return spelling.number(int(match[1]), hidden_layers or 0)
+    return None
+
+
 def find_layers(names: Iterable[str], hidden_layers: int) -> list[MoeLayer]:
     """Layers that have routed experts, by number; draft layers (MTP) count on from `hidden_layers`."""
     found: dict[int, str] = {}
@@ -66,7 +96,7 @@ def find_layers(names: Iterable[str], hidden_layers: int) -> list[MoeLayer]:
             match = pattern.match(name)
             if match is None:
                 continue
-            number = int(match[2]) + (hidden_layers if spelling.drafts else 0)
+            number = spelling.number(int(match[2]), hidden_layers)
             if found.setdefault(number, match[1]) != match[1]:
                 raise CheckpointError(
                     f"layer {number} has experts under two names, {found[number]} and {match[1]}; "

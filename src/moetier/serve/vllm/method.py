@@ -48,7 +48,9 @@ class MoetierMoEMethod(FusedMoEMethodBase):
             settings = self._model.settings
             with reported(settings.failure_file):
                 model = runtime.hybrid_model(self._model, self._config) if settings.slots else self._model
-                tiers = model.attach(layer_number(layer.layer_name))
+                number = layer_number(layer.layer_name, self._model.hidden_layers)
+                self._model.claim(number, layer.layer_name)
+                tiers = model.attach(number)
             self._key = ops.register_layer(tiers, settings.failure_file)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
