@@ -114,8 +114,8 @@ class TieredModel:
         """
         if self._claims.setdefault(number, module) != module:
             raise UnsupportedModelError(
-                f"{module}: expected one module for layer {number} of the checkpoint, found {self._claims[number]} too; "
-                "this model's drafter cannot be served: start without --speculative-config"
+                f"{module}: expected one module for layer {number} of the checkpoint, found {self._claims[number]} "
+                "too; this model's drafter cannot be served: start without --speculative-config"
             )
 
     def drafts(self, number: int) -> bool:

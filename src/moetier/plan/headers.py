@@ -17,21 +17,11 @@ from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
 from moetier.plan.parts import sort_tensors
 from moetier.store import config as keys
+from moetier.store.index import choose_files, lawful
 from moetier.store.origin import Origin
 from moetier.store.remote.fetch import Fetcher, Patience, RemoteFile
 from moetier.store.remote.hub import SCHEME, Repository, open_repository
-from moetier.store.shards import (
-    INDEX_SUFFIX,
-    MAX_JSON,
-    Shard,
-    Shards,
-    Tensor,
-    check_index,
-    parse_shard,
-    read_config,
-    read_json,
-    read_weight_map,
-)
+from moetier.store.shards import MAX_JSON, Shard, Shards, Tensor, parse_shard, read_config, read_json
 
 FIRST_READ = 1 << 16
 """Bytes of a shard's first request: its length field, and often the whole header."""
@@ -56,27 +46,22 @@ def read_hub(
     """Of hf://ORG/NAME[@REVISION], and the bytes that were fetched for it."""
     repository = open_repository(source)
     fetcher = _Counting(Fetcher(repository.headers, patience))
-    indexes = sorted(name for name in repository.files if name.endswith(INDEX_SUFFIX) and "/" not in name)
-    if len(indexes) > 1:
-        raise CheckpointError(f"{source}: expected one *{INDEX_SUFFIX}, found {', '.join(indexes)}")
     with tempfile.TemporaryDirectory(prefix="moetier-") as scratch:
         folder = Path(scratch) / repository.name.replace("/", "--")
         folder.mkdir()
         config, _ = read_json(_small(fetcher, repository, "config.json", folder))
-        weight_map = read_weight_map(_small(fetcher, repository, indexes[0], folder))[0] if indexes else {}
-    names = sorted(set(weight_map.values())) or _unindexed(repository)
-    absent = next((name for name in names if name not in repository.files), None)
-    if absent or not names or len(names) > MAX_SHARDS:
-        found = f"{len(names)} of them" if names and not absent else "none"
+        files = choose_files(
+            source, repository.files, lambda name: read_json(_small(fetcher, repository, name, folder))
+        )
+    names = files.names
+    if not 0 < len(names) <= MAX_SHARDS:
         raise CheckpointError(
-            f"{source}: expected {absent or f'1 to {MAX_SHARDS} safetensors files'}, found {found}; give a repository "
+            f"{source}: expected 1 to {MAX_SHARDS} safetensors files, found {len(names) or 'none'}; give a repository "
             "of whole safetensors weights"
         )
     with ThreadPoolExecutor(AT_ONCE) as pool:
         shards = dict(zip(names, pool.map(lambda name: _header(fetcher, repository.files[name]), names), strict=True))
-    if indexes:
-        check_index(Path(indexes[0]), weight_map, shards)
-    tensors = Shards(Path(source), b"", list(shards.values())).tensors.values()
+    tensors = Shards(Path(source), b"", lawful(source, files, shards)).tensors.values()
     where = f"{SCHEME}{repository.name}@{repository.commit}"
     return geometry_of(repository.name.rpartition("/")[2], where, config, tensors, kv_bytes_per_token), fetcher.fetched
 
@@ -118,12 +103,6 @@ def _header(fetcher: _Counting, file: RemoteFile) -> Shard:
         return have + fetcher.read(file, start + len(have), stop) if len(have) < stop - start else have
 
     return parse_shard(Path(file.name), file.size, read)
-
-
-def _unindexed(repository: Repository) -> list[str]:
-    if "model.safetensors" in repository.files:
-        return ["model.safetensors"]
-    return sorted(name for name in repository.files if name.endswith(".safetensors") and "/" not in name)
 
 
 def geometry_of(

@@ -8,11 +8,9 @@ bounded length, known dtypes, sizes that agree, no holes, no overlaps, no name t
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import reprlib
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import CheckpointError
+from moetier.store.index import INDEX_SUFFIX, choose_files, lawful, named
+from moetier.store.json_files import MAX_JSON, parse_json, read_config, read_json, regular_size, what_to_give
 
-MAX_JSON = 48 << 20
-"""Bytes of a header, an index or a config: enough for 400,000 tensors, and parsed within a GiB whatever it holds."""
-DENSE_JSON = 1 << 20
-"""From this size on, text made of nothing but tiny values is refused before it is parsed: it would fill the memory."""
-SPARSE = {b"[": 16, b"{": 16, b'"': 5, b",": 6}
-"""A table of tensors has at least this many bytes for each of these characters."""
+__all__ = ["INDEX_SUFFIX", "MAX_JSON", "Shard", "Shards", "Tensor", "parse_shard", "read_config", "read_json"]
+
 MAX_DIMENSIONS = 8
-INDEX_SUFFIX = ".safetensors.index.json"
 
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -62,41 +57,13 @@ class Shard:
     size: int
     header_sha256: str
     tensors: dict[str, Tensor]
-
-
-def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
-    """A JSON object from a file of bounded size, and its bytes."""
-    size = _regular_size(path)
-    if size > MAX_JSON:
-        raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of JSON, found {size}")
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    return _parse(raw, str(path)), raw
-
-
-def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """config.json of a checkpoint's folder, and its bytes."""
-    file = folder / "config.json"
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
-        raise CheckpointError(f"{folder}: expected a checkpoint folder, found {found}; {_instead(folder)}")
-    if not os.path.lexists(file):
-        raise CheckpointError(f"{file} cannot be read: it is not there; {_instead(folder)}")
-    return read_json(file)
-
-
-def _instead(path: Path) -> str:
-    """What to give for something that is no checkpoint."""
-    quantized = path.suffix == ".gguf" or any(path.glob("*.gguf"))
-    note = " (GGUF is not read: take the repository that it was made from)" if quantized else ""
-    return f"give the folder that holds config.json and *.safetensors{note}"
+    ignored: frozenset[str] = frozenset()
+    """Tensors that it holds too, but that the index does not place in it; none of them is in `tensors`."""
 
 
 def read_shard(path: Path) -> Shard:
     """Read and check the header of one safetensors file."""
-    size = _regular_size(path)
+    size = regular_size(path)
     with path.open("rb") as file:
 
         def read(start: int, stop: int) -> bytes:
@@ -116,7 +83,7 @@ def parse_shard(path: Path, size: int, read: Callable[[int, int], bytes]) -> Sha
     raw = read(8, 8 + length)
     if len(raw) != length:
         raise _damaged(path, f"expected a header of {length} bytes, found {len(raw)}")
-    header = _parse(raw, f"header of {path}")
+    header = parse_json(raw, f"header of {path}")
     header.pop("__metadata__", None)
     tensors = {name: _tensor(name, entry, path, 8 + length) for name, entry in header.items()}
     _check_ranges(path, list(tensors.values()), 8 + length, size)
@@ -124,15 +91,17 @@ def parse_shard(path: Path, size: int, read: Callable[[int, int], bytes]) -> Sha
 
 
 class Shards:
-    """All tensors of a checkpoint folder by name, and reads of their bytes."""
+    """All tensors of a checkpoint by name, and reads of their bytes."""
 
     remote = False
     """Whether a tensor may have to be fetched before it is read."""
 
-    def __init__(self, folder: Path, index: bytes, shards: list[Shard]) -> None:
+    def __init__(self, folder: Path, index: bytes, shards: list[Shard], unread: tuple[str, ...] = ()) -> None:
+        """unread: names of safetensors files beside the shards that do not belong to the checkpoint."""
         self.folder = folder
         self.index = index
         self.shards = shards
+        self.unread = unread
         self.tensors: dict[str, Tensor] = {}
         for shard in shards:
             for name, tensor in shard.tensors.items():
@@ -146,24 +115,21 @@ class Shards:
     @classmethod
     def open(cls, folder: Path) -> Shards:
         """Read every header of the folder's shards: those that its index names, or all where there is no index."""
-        indexes = sorted(folder.glob("*" + INDEX_SUFFIX))
-        if len(indexes) > 1:
+        names = [path.name for path in folder.iterdir() if path.is_file() or path.is_symlink()]
+        files = choose_files(str(folder), names, lambda name: read_json(folder / name))
+        if not files.names:
             raise CheckpointError(
-                f"{folder}: expected one *{INDEX_SUFFIX}, found {', '.join(i.name for i in indexes)}; remove one"
+                f"{folder}: expected a checkpoint (*.safetensors), found none; {what_to_give(folder)}"
             )
-        if not indexes:
-            single = folder / "model.safetensors"
-            files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-            if not files:
-                raise CheckpointError(
-                    f"{folder}: expected a checkpoint (*.safetensors), found none; {_instead(folder)}"
-                )
-            return cls(folder, b"", [read_shard(file) for file in files])
-        weight_map, raw = read_weight_map(indexes[0])
-        names = sorted(set(weight_map.values()))
-        shards = {name: read_shard(_existing(folder / name, indexes[0])) for name in names}
-        check_index(indexes[0], weight_map, shards)
-        return cls(folder, raw, [shards[name] for name in names])
+        shards = lawful(str(folder), files, {name: read_shard(folder / name) for name in files.names})
+        return cls(folder, files.index, shards, files.unread)
+
+    def elsewhere(self, name: str) -> str:
+        """Where a tensor that is not of the checkpoint may be; "" if nothing is known of it."""
+        for shard in self.shards:
+            if name in shard.ignored:
+                return f"{shard.path.name} holds one of that name, where the index does not place it"
+        return f"it may be in {named(self.unread)}, which the index does not name" if self.unread else ""
 
     def reopened(self) -> Shards:
         """The same files, opened again: what differs was changed meanwhile."""
@@ -200,68 +166,6 @@ def pread_into(fd: int, out: NDArray[np.uint8], offset: int) -> int:
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path}: {what}; the file is truncated or damaged: download it again")
-
-
-def _regular_size(path: Path) -> int:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: expected a regular file, found something else")
-    return status.st_size
-
-
-def _existing(path: Path, index: Path) -> Path:
-    if not path.exists():
-        raise CheckpointError(f"shard {path} is missing, {index.name} names it; download it again")
-    return path
-
-
-def _parse(raw: bytes, what: str) -> dict[str, Any]:
-    """JSON object without a key twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-        return found
-
-    if len(raw) > DENSE_JSON and any(raw.count(mark) * size > len(raw) for mark, size in SPARSE.items()):
-        raise CheckpointError(f"{what}: expected a table of names, found mostly punctuation; the file is damaged")
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{what}: expected JSON, found {error}; the file is damaged: download it again"
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{what}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def check_index(index: Path, weight_map: dict[str, str], shards: dict[str, Shard]) -> None:
-    """Every tensor must lie in the shard that the index names."""
-    for tensor, file in weight_map.items():
-        if tensor not in shards[file].tensors:
-            raise CheckpointError(
-                f"{index} places tensor {tensor} in {file}, which does not hold it; download both again"
-            )
-
-
-def read_weight_map(index: Path) -> tuple[dict[str, str], bytes]:
-    content, raw = read_json(index)
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: expected a weight_map with names and files, found {type(weight_map).__name__}")
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise CheckpointError(f"{index}: expected a file's name for tensor {name}, found {reprlib.repr(file)}")
-    for file in set(weight_map.values()):
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: expected the name of a *.safetensors file beside it, found {file!r}")
-    return weight_map, raw
 
 
 def _sizes(value: Any, most: int) -> bool:

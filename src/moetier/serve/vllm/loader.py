@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from moetier.errors import CheckpointError
 from moetier.store.checkpoint import is_expert_tensor
+from moetier.store.shards import Shards
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -30,7 +32,7 @@ class LoadReport:
 
 
 class MoetierLoader(DefaultModelLoader):
-    """Expert names are filtered before any tensor is opened."""
+    """Expert names are filtered before any tensor is opened. A tensor is read where the checkpoint's index has it."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         # vLLM's preparation of files knows only its own formats.
@@ -48,9 +50,13 @@ class MoetierLoader(DefaultModelLoader):
         if not is_safetensors:
             raise CheckpointError(f"{folder}: expected *.safetensors, found only other formats; convert the checkpoint")
         self.counter_before_loading_weights = time.perf_counter()
-        for path in files:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
+        shards = Shards.open(Path(files[0]).parent).shards
+        if source.allow_patterns_overrides is not None:
+            chosen = {Path(file).name for file in files}
+            shards = [shard for shard in shards if shard.path.name in chosen]
+        for shard in shards:
+            with safe_open(shard.path, framework="pt") as file:
+                for name in shard.tensors:
                     if is_expert_tensor(name):
                         self.report.expert_tensors_skipped += 1
                         continue

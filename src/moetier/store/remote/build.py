@@ -11,19 +11,11 @@ from moetier.errors import CheckpointError
 from moetier.store.build import BuildReport, build_from
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.files import locked_folder, store_errors, write_durably
+from moetier.store.index import INDEX_SUFFIX, choose_files, lawful
 from moetier.store.remote.cache import RemoteShards, ShardCache
 from moetier.store.remote.fetch import Fetcher, Patience
 from moetier.store.remote.hub import Repository, open_repository
-from moetier.store.shards import (
-    INDEX_SUFFIX,
-    MAX_JSON,
-    Shard,
-    Shards,
-    check_index,
-    parse_shard,
-    read_json,
-    read_weight_map,
-)
+from moetier.store.shards import MAX_JSON, Shard, Shards, parse_shard, read_json
 from moetier.store.trim import LOCK, PARTIAL, WEIGHTS, copy_small_files, finish, is_there, trim_shard
 from moetier.store.work import Meter, Report
 
@@ -118,14 +110,12 @@ def _open(
     repository: Repository, fetcher: Fetcher, folder: Path, keep: int, progress: Report | None
 ) -> tuple[Checkpoint, ShardCache]:
     """The checkpoint by its headers, each fetched by itself; and the cache that its shards come through."""
-    indexes = sorted(folder.glob("*" + INDEX_SUFFIX))
-    weight_map, raw_index = read_weight_map(indexes[0]) if indexes else ({}, b"")
-    names = sorted(set(weight_map.values())) or _unindexed(repository)
-    absent = next((name for name in names if name not in repository.files), None)
-    if absent is not None or not names:
+    source = f"hf://{repository.name}"
+    files = choose_files(source, repository.files, lambda name: read_json(folder / name))
+    names = files.names
+    if not names:
         raise CheckpointError(
-            f"hf://{repository.name}: expected {absent or 'safetensors files'}, found none; give a repository of whole "
-            "safetensors weights"
+            f"{source}: expected safetensors files, found none; give a repository of whole safetensors weights"
         )
     meter = Meter("headers", len(names), progress)
     shards: dict[str, Shard] = {}
@@ -133,15 +123,7 @@ def _open(
         read = functools.partial(fetcher.read, repository.files[name])
         shards[name] = parse_shard(folder / name, repository.files[name].size, read)
         meter.add(1)
-    if indexes:
-        check_index(indexes[0], weight_map, shards)
     cache = ShardCache(folder, {name: repository.files[name] for name in names}, fetcher, keep)
     config, raw = read_json(folder / "config.json")
-    return Checkpoint.whole(folder, config, raw, RemoteShards(folder, raw_index, list(shards.values()), cache)), cache
-
-
-def _unindexed(repository: Repository) -> list[str]:
-    """The shards of a repository without an index, as of a folder without one."""
-    if "model.safetensors" in repository.files:
-        return ["model.safetensors"]
-    return sorted(name for name in repository.files if name.endswith(".safetensors") and "/" not in name)
+    remote = RemoteShards(folder, files.index, lawful(source, files, shards), cache, files.unread)
+    return Checkpoint.whole(folder, config, raw, remote), cache

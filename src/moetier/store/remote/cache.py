@@ -121,8 +121,10 @@ class RemoteShards(Shards):
 
     remote = True
 
-    def __init__(self, folder: Path, index: bytes, shards: list[Shard], cache: ShardCache) -> None:
-        super().__init__(folder, index, shards)
+    def __init__(
+        self, folder: Path, index: bytes, shards: list[Shard], cache: ShardCache, unread: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(folder, index, shards, unread)
         self.cache = cache
 
     def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
