@@ -71,6 +71,14 @@ def drafting_of(arguments: Sequence[str]) -> Drafting:
     return Drafting(tokens, method in BLOCK_DRAFTS)
 
 
+def drafts_itself(arguments: Sequence[str]) -> bool:
+    """Whether speculation asks for the drafter that is in the checkpoint."""
+    config = _config(arguments)
+    method = value_of(arguments, f"{SPECULATIVE}.method", "--spec-method") or config.get("method")
+    other = value_of(arguments, f"{SPECULATIVE}.model", "--spec-model") or config.get("model")
+    return isinstance(method, str) and not other and (method.endswith("mtp") or method in BLOCK_DRAFTS)
+
+
 def _config(arguments: Sequence[str]) -> dict[str, Any]:
     text = value_of(arguments, SPECULATIVE, "-sc")
     if text is None:

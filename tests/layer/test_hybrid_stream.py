@@ -222,7 +222,9 @@ def test_records_shorter_than_a_slot_leave_the_bytes_behind_them(benches: Any) -
 
 
 def test_a_layer_beyond_the_model_s_own_is_a_drafter_s(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", layers=(1, 2, 3), config_overrides={"num_hidden_layers": 3})
+    write_checkpoint(
+        tmp_path / "model", layers=(1, 2, 3), config_overrides={"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    )
     build_store(tmp_path / "model", tmp_path / "store")
     checkpoint, settings = Checkpoint.open(tmp_path / "model"), Settings(store=tmp_path / "store", threads=1)
     with Store.open(settings.store) as store, TieredModel(settings, store, 1, 1, checkpoint) as model:

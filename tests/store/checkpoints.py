@@ -75,9 +75,11 @@ def base_config(
     *, layers: Iterable[int], experts: int, hidden: int, intermediate: int, top_k: int, **overrides: Any
 ) -> dict[str, Any]:
     """A config.json; an override of None removes the key."""
+    layers = tuple(layers)
     config = {
         "model_type": "glm4_moe",
         "num_hidden_layers": max(layers) + 1,
+        "mlp_layer_types": ["sparse" if layer in layers else "dense" for layer in range(max(layers) + 1)],
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "moe_intermediate_size": intermediate,

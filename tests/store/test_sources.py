@@ -13,6 +13,7 @@ from moetier.formats.requantize import requantize
 from moetier.store.build import build_store
 from moetier.store.check import first_difference
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
+from moetier.store.layers import LeftOut
 from moetier.store.store import Store
 from tests.store.checkpoints import base_config, common_tensors, random_expert, write_shards
 
@@ -371,7 +372,9 @@ def test_int4_with_zero_points_is_refused(tmp_path):
     tensors = {name: (t.dtype, t.shape, checkpoint.shards.read(t)) for name, t in checkpoint.tensors.items()}
     tensors["model.layers.2.mlp.experts.1.up_proj.weight_zero_point"] = ("I32", (1,), np.zeros(1, np.int32))
     write(tmp_path / "c", tensors, 64, 32)
-    with pytest.raises(CheckpointError, match=r"experts.1.up_proj.weight_zero_point .*expected symmetric INT4"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts.1.up_proj.weight_zero_point .*zero points.*symmetrically"
+    ):
         Checkpoint.open(tmp_path / "c")
 
 
@@ -407,10 +410,11 @@ def test_draft_layers_count_on_from_the_last_hidden_layer(tmp_path):
             for name, matrix in (("w1", made.gate), ("w3", made.up), ("w2", made.down)):
                 tensors[f"{prefix}.{expert}.{name}.weight"] = ("I8", matrix.codes.shape, matrix.codes)
                 tensors[f"{prefix}.{expert}.{name}.scale"] = ("F8_E8M0", matrix.scales.shape, matrix.scales)
-    write(tmp_path / "c", tensors, 64, 32, num_hidden_layers=2)
+    write(tmp_path / "c", tensors, 64, 32, num_hidden_layers=2, mlp_layer_types=None)
     found = [(layer.number, layer.name) for layer in Checkpoint.open(tmp_path / "c").moe_layers]
     assert found == [(0, "layers.0.ffn.experts"), (1, "layers.1.ffn.experts"), (2, "mtp.0.ffn.experts")]
     smaller = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.0.ffn.experts.2.")}
-    write(tmp_path / "d", smaller, 64, 32, num_hidden_layers=2)
-    with pytest.raises(UnsupportedModelError, match=r"draft layer 2 .* has 2 experts and the model 3"):
-        Checkpoint.open(tmp_path / "d")
+    write(tmp_path / "d", smaller, 64, 32, num_hidden_layers=2, mlp_layer_types=None)
+    checkpoint = Checkpoint.open(tmp_path / "d")
+    assert [layer.number for layer in checkpoint.moe_layers] == [0, 1]
+    assert checkpoint.left_out == (LeftOut(2, "mtp.0.ffn.experts", "it has 2 experts and the model 3"),)

@@ -128,6 +128,7 @@ def info(store: StorePath, as_json: Json = False) -> None:
             "family": f"SwiGLU limit {family.swiglu_limit or 'none'}, route weight "
             f"{'before' if family.route_weight_before_down else 'after'} the down projection",
             "layers": ", ".join(str(layer.number) for layer in manifest.layers),
+            **{f"left out: layer {layer.number}": layer.reason for layer in manifest.left_out},
             "records": f"{records:,} of {manifest.record_stride:,} bytes",
             "bytes": f"{size:,}",
             "source": manifest.checkpoint.source_format + requantized,

@@ -17,6 +17,7 @@ from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
 from moetier.plan.parts import sort_tensors
 from moetier.store import config as keys
+from moetier.store.experts import check_layers
 from moetier.store.index import choose_files, lawful
 from moetier.store.origin import Origin
 from moetier.store.remote.fetch import Fetcher, Patience, RemoteFile
@@ -35,9 +36,11 @@ EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geometry:
     """Of a checkpoint on this machine."""
     config, _ = read_config(folder)
-    tensors = Shards.open(folder).tensors.values()
-    origin = Origin.read(folder)
-    return geometry_of(folder.resolve().name, str(folder), config, tensors, kv_bytes_per_token, origin)
+    shards, origin = Shards.open(folder), Origin.read(folder)
+    if origin is None:
+        check_layers(config, shards)
+    name = folder.resolve().name
+    return geometry_of(name, str(folder), config, shards.tensors.values(), kv_bytes_per_token, origin)
 
 
 def read_hub(
@@ -61,9 +64,10 @@ def read_hub(
         )
     with ThreadPoolExecutor(AT_ONCE) as pool:
         shards = dict(zip(names, pool.map(lambda name: _header(fetcher, repository.files[name]), names), strict=True))
-    tensors = Shards(Path(source), b"", lawful(source, files, shards)).tensors.values()
-    where = f"{SCHEME}{repository.name}@{repository.commit}"
-    return geometry_of(repository.name.rpartition("/")[2], where, config, tensors, kv_bytes_per_token), fetcher.fetched
+    lawful_shards = Shards(Path(source), files.index, lawful(source, files, shards), files.unread)
+    check_layers(config, lawful_shards)
+    where, name = f"{SCHEME}{repository.name}@{repository.commit}", repository.name.rpartition("/")[2]
+    return geometry_of(name, where, config, lawful_shards.tensors.values(), kv_bytes_per_token), fetcher.fetched
 
 
 class _Counting:
@@ -201,7 +205,7 @@ def _draft_name(prefix: str, layers: int) -> bool:
 
 
 def _drafter(text: dict[str, Any]) -> Drafter | None:
-    layers = text.get("num_nextn_predict_layers") or text.get("num_mtp_layers") or text.get("mtp_num_hidden_layers")
+    layers = next((text[key] for key in keys.DRAFT_LAYERS if text.get(key)), None)
     if type(layers) is not int or not 0 < layers < 64:
         return None
     dspark = keys.size(text, ("dspark_block_size",))

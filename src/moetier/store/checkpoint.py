@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moetier.errors import CheckpointError, UnsupportedModelError
+from moetier.errors import CheckpointError
 from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
+from moetier.store.experts import open_experts
+from moetier.store.layers import LeftOut
 from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
 from moetier.store.origin import Origin
 from moetier.store.shards import Shards, Tensor, read_config, read_json
-from moetier.store.sources import Converted, LayerSource, open_layer
+from moetier.store.sources import Converted, LayerSource
 
 __all__ = ["Checkpoint", "MoeLayer", "is_expert_tensor"]
 
@@ -39,6 +41,8 @@ class Checkpoint:
     config_bytes: bytes
     origin: Origin | None = None
     """What a trimmed checkpoint was trimmed from; None: this one is whole."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Draft layers that no store can hold; a trimmed checkpoint does not know of them, its store does."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -54,20 +58,16 @@ class Checkpoint:
     @classmethod
     def whole(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards) -> Checkpoint:
         """A checkpoint with its experts, from its parts; raw are the bytes of config.json."""
-        text = keys.text_config(config)
-        hidden_layers = keys.size(text, keys.LAYERS) or 0
-        layers = tuple(find_layers(shards.tensors, hidden_layers))
+        layers = find_layers(shards.tensors, keys.size(keys.text_config(config), keys.LAYERS) or 0)
         if not layers:
             raise CheckpointError(
                 f"{folder} (model type {keys.model_type(config) or 'unknown'}) has no routed experts: expected tensors "
                 f"such as model.layers.N.mlp.experts.E.gate_proj.weight, found {min(shards.tensors, default='none')} "
                 "and others; moetier serves Mixture-of-Experts models, use vLLM as it is for this one"
             )
-        experts = keys.required(text, keys.EXPERTS)
-        _check_expert_count(shards, layers, experts, hidden_layers)
-        sources = tuple(open_layer(shards, layer, experts, config) for layer in layers)
-        geometry = _geometry(text, sources, experts)
-        return cls(folder, config, shards, layers, sources, geometry, keys.family(config), raw)
+        opened = open_experts(config, shards, layers)
+        whole = cls(folder, config, shards, opened.layers, opened.sources, opened.geometry, keys.family(config), raw)
+        return replace(whole, left_out=opened.left_out)
 
     @classmethod
     def _trimmed(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards, origin: Origin) -> Checkpoint:
@@ -113,6 +113,13 @@ class Checkpoint:
         """The same folder, opened again: an identity that differs says that it was changed meanwhile."""
         config, raw = read_json(self.path / "config.json")
         return replace(self, config=config, config_bytes=raw, shards=self.shards.reopened())
+
+    def is_stored(self, name: str) -> bool:
+        """Whether a store has the tensor: those of a draft layer that was left out, it has not."""
+        if not is_expert_tensor(name):
+            return False
+        prefix = name.partition(".experts.")[0] + ".experts"
+        return all(layer.name != prefix for layer in self.left_out)
 
     def read_expert(self, layer: int, expert: int) -> ExpertMatrices:
         """The matrices of one expert; layer is an index into `moe_layers`. Reads only this expert's bytes."""
@@ -162,41 +169,3 @@ def _hash_file(path: Path, digest: hashlib._Hash) -> None:
                 digest.update(chunk)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
-
-
-def _check_expert_count(shards: Shards, layers: tuple[MoeLayer, ...], experts: int, hidden_layers: int) -> None:
-    """No layer may hold more experts than config.json says, they would be left out in silence; nor a drafter fewer."""
-    by_prefix = {layer.name: layer for layer in layers}
-    found: dict[MoeLayer, int] = {}
-    for name in shards.tensors:
-        prefix, _, rest = name.rpartition(".experts.")
-        layer, expert = by_prefix.get(f"{prefix}.experts"), rest.partition(".")[0]
-        if layer is None or not expert.isdecimal():
-            continue
-        if int(expert) >= experts:
-            raise CheckpointError(
-                f"layer {layer.number}: config.json says {experts} experts, but there is tensor {name}; "
-                "config.json does not belong to these weights"
-            )
-        found[layer] = max(found.get(layer, 0), int(expert) + 1)
-    for layer, count in found.items():
-        if count != experts and layer.number >= hidden_layers:
-            raise UnsupportedModelError(
-                f"draft layer {layer.number} ({layer.name}) has {count} experts and the model {experts}: expected one "
-                "geometry for all layers of a store; drafters of another size are not supported yet"
-            )
-
-
-def _geometry(config: dict[str, Any], sources: tuple[LayerSource, ...], experts: int) -> LayerGeometry:
-    """One geometry for every layer, the tensors' shapes against config.json's sizes."""
-    first = sources[0]
-    expected = (keys.size(config, keys.HIDDEN) or first.hidden, keys.size(config, keys.INTERMEDIATE))
-    for source in sources:
-        found = (source.hidden, source.intermediate)
-        wanted = (expected[0], expected[1] or first.intermediate)
-        if found != wanted:
-            raise CheckpointError(
-                f"layer {source.layer.number} ({source.layer.name}): expected experts of hidden size {wanted[0]} and "
-                f"intermediate size {wanted[1]} by config.json, found {found[0]} and {found[1]} in its tensors"
-            )
-    return LayerGeometry(first.hidden, first.intermediate, experts, keys.required(config, keys.TOP_K))

@@ -14,6 +14,14 @@ TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"
 HIDDEN = ("hidden_size", "dim")
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_inter_dim", "intermediate_size")
 LAYERS = ("num_hidden_layers", "n_layers")
+DRAFT_LAYERS = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_layers",
+    "n_mtp_layers",
+    "num_mtp_modules",
+)
+DRAFT_TOP_K = ("dspark_num_experts_per_tok", "mtp_num_experts_per_tok")
 
 ROUTE_WEIGHT_BEFORE_DOWN = ("deepseek_v4",)
 """Model types, by prefix, that multiply by the route weight before the down projection."""
@@ -23,6 +31,15 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part of config.json that describes the language model."""
     nested = (config.get(key) for key in TEXT_CONFIGS)
     return next((part for part in nested if isinstance(part, dict)), config)
+
+
+def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of the number formats of weights; None if it says nothing."""
+    for part in (config, text_config(config)):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(value := part.get(key), dict):
+                return value
+    return None
 
 
 def size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -58,6 +58,7 @@ def describe(checkpoint: Checkpoint, geometry: LayerGeometry, folder: Path, deep
         record_stride=RecordLayout.of(geometry).stride,
         checksum=fmt.CHECKSUM,
         layers=tuple(_entry(checkpoint, layer, folder) for layer in range(len(checkpoint.moe_layers))),
+        left_out=tuple(fmt.LeftOutEntry(**vars(one)) for one in checkpoint.left_out),
         tool_version=__version__,
     )
 

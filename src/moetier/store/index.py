@@ -66,8 +66,10 @@ def choose_files(where: str, names: Iterable[str], read: Callable[[str], tuple[d
             raise CheckpointError(f"shard {where}/{absent} is missing, {index_name} names it; download it again")
     unread = tuple(name for name in present if name not in set(chosen))
     if unread:
-        why = f"{index_name} does not name them" if index_name else f"{', '.join(chosen)} is the whole checkpoint"
-        say_once(f"{where}: {named(unread)} not read: {why}")
+        why = (
+            f"which {index_name} does not name" if index_name else f"since {', '.join(chosen)} is the whole checkpoint"
+        )
+        say_once(f"{where}: {named(unread)} not read, {why}")
     return Files(tuple(chosen), weight_map, index_name, raw, unread)
 
 
@@ -120,7 +122,7 @@ def _one_of(where: str, weight_maps: dict[str, dict[str, str]]) -> str:
                 "different files; remove the one that does not belong to the checkpoint"
             )
     others = [name for name in weight_maps if name != USUAL]
-    say_once(f"{where}: {named(others)} not read: {USUAL} is the index")
+    say_once(f"{where}: {named(others)} not read, {USUAL} is the index")
     return USUAL
 
 

@@ -83,6 +83,14 @@ class LayerEntry(StrictModel):
     """None: the values are the checkpoint's own."""
 
 
+class LeftOutEntry(StrictModel):
+    """A draft layer of the checkpoint that the store does not have. name: "" where no tensor of it was found."""
+
+    number: int = Field(ge=0)
+    name: str
+    reason: str
+
+
 class CheckpointEntry(StrictModel):
     """The checkpoint that the store was built from."""
 
@@ -107,6 +115,7 @@ class Manifest(Sealed):
     record_stride: int
     checksum: str
     layers: tuple[LayerEntry, ...] = Field(min_length=1)
+    left_out: tuple[LeftOutEntry, ...] = ()
     tool_version: str
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moetier.errors import CheckpointError
 
@@ -53,7 +53,7 @@ FUSED = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", 
 
 
 def _pattern(spelling: LayerSpelling) -> str:
-    return re.escape(spelling.template).replace(r"\{layer\}", r"(\d{1,4})")
+    return re.escape(spelling.template).replace(r"\{layer\}", r"(0|[1-9]\d{0,3})")
 
 
 _MEMBER = rf"(?:\d{{1,5}}\.(?:{'|'.join(m for triple in MATRICES for m in triple)})\.|(?:{'|'.join(FUSED)})(?=[._]|$))"
@@ -67,6 +67,8 @@ class MoeLayer:
 
     number: int
     name: str
+    drafts: bool = field(default=False, compare=False)
+    """Whether its name says that it is a drafter's."""
 
 
 def is_expert_tensor(name: str) -> bool:
@@ -88,7 +90,7 @@ def module_layer(name: str, hidden_layers: int | None) -> int | None:
 
 def find_layers(names: Iterable[str], hidden_layers: int) -> list[MoeLayer]:
     """Layers that have routed experts, by number; draft layers (MTP) count on from `hidden_layers`."""
-    found: dict[int, str] = {}
+    found: dict[int, MoeLayer] = {}
     for name in names:
         if ".experts." not in name:
             continue
@@ -97,10 +99,11 @@ def find_layers(names: Iterable[str], hidden_layers: int) -> list[MoeLayer]:
             if match is None:
                 continue
             number = spelling.number(int(match[2]), hidden_layers)
-            if found.setdefault(number, match[1]) != match[1]:
+            layer = MoeLayer(number, match[1], spelling.drafts)
+            if found.setdefault(number, layer) != layer:
                 raise CheckpointError(
-                    f"layer {number} has experts under two names, {found[number]} and {match[1]}; "
+                    f"layer {number} has experts under two names, {found[number].name} and {match[1]}; "
                     "the folder mixes two checkpoints"
                 )
             break
-    return [MoeLayer(number, found[number]) for number in sorted(found)]
+    return [found[number] for number in sorted(found)]

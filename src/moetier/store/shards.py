@@ -102,6 +102,7 @@ class Shards:
         self.index = index
         self.shards = shards
         self.unread = unread
+        self._below: dict[str, list[str]] | None = None
         self.tensors: dict[str, Tensor] = {}
         for shard in shards:
             for name, tensor in shard.tensors.items():
@@ -123,6 +124,16 @@ class Shards:
             )
         shards = lawful(str(folder), files, {name: read_shard(folder / name) for name in files.names})
         return cls(folder, files.index, shards, files.unread)
+
+    def below(self, experts: str) -> list[str]:
+        """Names of the tensors that begin with `experts` and a dot; experts is a name up to `.experts`."""
+        if self._below is None:
+            self._below = {}
+            for name in self.tensors:
+                prefix, found, _ = name.partition(".experts.")
+                if found:
+                    self._below.setdefault(f"{prefix}.experts", []).append(name)
+        return self._below.get(experts, [])
 
     def elsewhere(self, name: str) -> str:
         """Where a tensor that is not of the checkpoint may be; "" if nothing is known of it."""

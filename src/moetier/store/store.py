@@ -68,10 +68,20 @@ class Store:
         try:
             return self._index[checkpoint_layer]
         except KeyError:
+            self.require_drafter(checkpoint_layer)
             raise StoreError(
                 f"{self.path} has no experts of layer {checkpoint_layer}, only of {sorted(self._index)}; "
                 "the store does not belong to this model"
             ) from None
+
+    def require_drafter(self, number: int | None = None) -> None:
+        """StoreError if the draft layer of this number, or any one, was left out when the store was built."""
+        for layer in self.manifest.left_out:
+            if number in (None, layer.number):
+                raise StoreError(
+                    f"{self.path} has no experts of draft layer {layer.number}, which was left out when it was built: "
+                    f"{layer.reason}; start without speculation by the checkpoint's own drafter (--speculative-config)"
+                )
 
     def record_file(self, layer: int) -> Path:
         """File of a layer's records: record e lies at `offset(e)`."""

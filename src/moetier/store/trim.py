@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from moetier.store import origin as note
 from moetier.store.checkpoint import Checkpoint, identity_of
 from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
 from moetier.store.manifest import GeometryEntry
-from moetier.store.names import is_expert_tensor
 from moetier.store.shards import INDEX_SUFFIX, Shard, Shards, Tensor, read_shard
 from moetier.store.verify import verify_store
 from moetier.store.work import Meter, Report
@@ -44,14 +44,14 @@ def trim_checkpoint(checkpoint: Checkpoint, out: Path, progress: Report | None =
             copy_small_files(checkpoint.path, partial)
         meter = Meter("trim", len(checkpoint.shards.shards), progress)
         for shard in checkpoint.shards.shards:
-            trim_shard(checkpoint.shards, shard, partial)
+            trim_shard(checkpoint.shards, shard, partial, checkpoint.is_stored)
             meter.add(1)
         finish(checkpoint, partial, out)
 
 
-def trim_shard(shards: Shards, shard: Shard, folder: Path) -> None:
-    """Write the tensors of a shard that are not experts to a file of the same name in `folder`, if there are any."""
-    kept = _kept(shard)
+def trim_shard(shards: Shards, shard: Shard, folder: Path, is_stored: Callable[[str], bool]) -> None:
+    """Write the tensors of a shard that no store has to a file of the same name in `folder`, if there are any."""
+    kept = _kept(shard, is_stored)
     path = folder / shard.path.name
     header = _header(kept)
     size = len(header) + sum(tensor.nbytes for tensor in kept)
@@ -72,14 +72,14 @@ def trim_shard(shards: Shards, shard: Shard, folder: Path) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-        _compare(shards, shard, aside)
+        _compare(shards, kept, aside)
         aside.rename(path)
         sync_folder(folder)
 
 
 def finish(checkpoint: Checkpoint, partial: Path, out: Path) -> None:
     """Write the index and the note of where it comes from, and give the folder its name."""
-    files = {shard.path.name: _kept(shard) for shard in checkpoint.shards.shards}
+    files = {shard.path.name: _kept(shard, checkpoint.is_stored) for shard in checkpoint.shards.shards}
     weight_map = {tensor.name: file for file, kept in files.items() for tensor in kept}
     total = sum(tensor.nbytes for kept in files.values() for tensor in kept)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -117,8 +117,8 @@ def is_there(checkpoint: Checkpoint, out: Path) -> bool:
     )
 
 
-def _kept(shard: Shard) -> list[Tensor]:
-    kept = [tensor for tensor in shard.tensors.values() if not is_expert_tensor(tensor.name)]
+def _kept(shard: Shard, is_stored: Callable[[str], bool]) -> list[Tensor]:
+    kept = [tensor for tensor in shard.tensors.values() if not is_stored(tensor.name)]
     return sorted(kept, key=lambda tensor: tensor.offset)
 
 
@@ -135,10 +135,10 @@ def _header(tensors: list[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _compare(shards: Shards, shard: Shard, written: Path) -> None:
+def _compare(shards: Shards, kept: list[Tensor], written: Path) -> None:
     """Every kept tensor as it lies on the disk now, against the checkpoint."""
     copy = Shards(written.parent, b"", [read_shard(written)])
-    for tensor in _kept(shard):
+    for tensor in kept:
         for start in range(0, tensor.nbytes, CHUNK):
             size = min(CHUNK, tensor.nbytes - start)
             found, wanted = copy.read(copy.tensors[tensor.name], start, size), shards.read(tensor, start, size)

@@ -19,6 +19,7 @@ from moetier.serve.command import ServeRequest, tensor_parallel_size
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
 from moetier.store.store import Store
+from moetier.vllm_arguments import drafts_itself
 
 console = Console(stderr=True)
 
@@ -34,6 +35,12 @@ def open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
             built = build_store(checkpoint.path, path, check=2, progress=step)
         console.print(f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s")
     return Store.open(path, checkpoint_identity=checkpoint.identity())
+
+
+def check_drafter(store: Store, request: ServeRequest) -> None:
+    """StoreError if speculation asks for a drafter that the store was built without."""
+    if drafts_itself(request.extra):
+        store.require_drafter()
 
 
 def place(

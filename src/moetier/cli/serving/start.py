@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moetier import machine
 from moetier.cli.serving.explain import explain as explanation
-from moetier.cli.serving.place import console, open_store, place, show
+from moetier.cli.serving.place import check_drafter, console, open_store, place, show
 from moetier.doctor.facts import CPU, Answer
 from moetier.doctor.probe.gpu import probe_gpus
 from moetier.doctor.support import devices_of, require
@@ -49,6 +49,7 @@ def start(
     launcher.check_port(request.host, request.port)
     _check_new(settings.record_trace)
     opened = open_store(checkpoint, settings.store, build)
+    check_drafter(opened, request)
     cpus = machine.allowed_cpus()
     records, report = place(checkpoint, opened, request, cpus)
     for line in notes:

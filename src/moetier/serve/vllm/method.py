@@ -28,6 +28,9 @@ class MoetierMoEMethod(FusedMoEMethodBase):
         self._config = config
         self._model: TieredModel = runtime.tiered_model(config)
         with reported(self._model.settings.failure_file):
+            self._number = layer_number(layer.layer_name, self._model.hidden_layers)
+            self._model.claim(self._number, layer.layer_name)
+            self._model.store.layer_index(self._number)  # a drafter that was left out is told before its sizes are
             check_supported(layer, self._model.store, config, self._model.settings)
         self._key = -1
 
@@ -48,9 +51,7 @@ class MoetierMoEMethod(FusedMoEMethodBase):
             settings = self._model.settings
             with reported(settings.failure_file):
                 model = runtime.hybrid_model(self._model, self._config) if settings.slots else self._model
-                number = layer_number(layer.layer_name, self._model.hidden_layers)
-                self._model.claim(number, layer.layer_name)
-                tiers = model.attach(number)
+                tiers = model.attach(self._number)
             self._key = ops.register_layer(tiers, settings.failure_file)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:

@@ -64,7 +64,9 @@ def build_remote(
                 copy_small_files(folder, partial)
             by_name = {shard.path.name: shard for shard in checkpoint.shards.shards}
             # A shard's other tensors are copied when it arrives: it may be gone when the store is built.
-            cache.arrived = lambda name: trim_shard(Shards(folder, b"", [by_name[name]]), by_name[name], partial)
+            cache.arrived = lambda name: trim_shard(
+                Shards(folder, b"", [by_name[name]]), by_name[name], partial, checkpoint.is_stored
+            )
         report = build_from(checkpoint, out, slices=slices, check=check, threads=threads, progress=progress)
         if done:
             shutil.rmtree(partial)
@@ -80,7 +82,7 @@ def _trim_rest(checkpoint: Checkpoint, partial: Path, progress: Report | None) -
     """Shards that the store did not need, or that an earlier run had."""
     meter = Meter("trim", len(checkpoint.shards.shards), progress)
     for shard in checkpoint.shards.shards:
-        trim_shard(checkpoint.shards, shard, partial)
+        trim_shard(checkpoint.shards, shard, partial, checkpoint.is_stored)
         meter.add(1)
 
 

@@ -8,11 +8,13 @@ from moetier.errors import CheckpointError
 from moetier.store.names import MoeLayer
 from moetier.store.shards import Shards
 from moetier.store.sources.base import Converted, LayerSource
+from moetier.store.sources.companions import check_companions
 from moetier.store.sources.floats import FloatSource, FusedFloatSource
 from moetier.store.sources.fp8 import Fp8Source
 from moetier.store.sources.int4 import Int4Source
 from moetier.store.sources.mxfp4 import GptOssSource, Mxfp4Source
 from moetier.store.sources.nvfp4 import Nvfp4Source
+from moetier.store.sources.said import check_said
 
 SOURCES: tuple[type[LayerSource], ...] = (
     Mxfp4Source,
@@ -27,11 +29,16 @@ SOURCES: tuple[type[LayerSource], ...] = (
 __all__ = ["SOURCES", "Converted", "LayerSource", "open_layer"]
 
 
-def open_layer(shards: Shards, layer: MoeLayer, experts: int, config: dict[str, Any]) -> LayerSource:
-    """The source that reads the layer; every tensor of it was checked."""
+def open_layer(
+    shards: Shards, layer: MoeLayer, experts: int, config: dict[str, Any], draft: bool = False
+) -> LayerSource:
+    """The source that reads the layer; every tensor of it was checked. draft: exports often leave it unquantized."""
     for source in SOURCES:
         if source.matches(shards, layer):
-            return source(shards, layer, experts, config)
+            opened = source(shards, layer, experts, config)
+            check_companions(opened)
+            check_said(opened, draft)
+            return opened
     sample = [t for name, t in sorted(shards.tensors.items()) if name.startswith(layer.name + ".")][:6]
     raise CheckpointError(
         f"layer {layer.number} of {shards.folder}: expected experts in MXFP4, NVFP4 (modelopt), FP8 (E4M3), INT4 "

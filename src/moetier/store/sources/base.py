@@ -37,12 +37,16 @@ class LayerSource(ABC):
     """Name of the number format, as it stands in store.json."""
     requantized: ClassVar[bool]
     """Whether values may change on the way to MXFP4."""
+    consumed: ClassVar[tuple[str, ...]]
+    """Endings of the tensors that it reads: behind `.E.MATRIX.`, or behind `experts.` where experts are fused."""
 
     def __init__(self, shards: Shards, layer: MoeLayer, experts: int, config: dict[str, Any]) -> None:
         self.shards = shards
         self.layer = layer
         self.experts = experts
         self.config = config
+        self.blocks: set[tuple[int, int, int, int]] = set()
+        """(rows, columns, n, k): so many rows and columns share a scale in a matrix [n, k]."""
         self.hidden, self.intermediate = self.check()
 
     @classmethod
@@ -64,7 +68,7 @@ class LayerSource(ABC):
         if tensor is None:
             raise CheckpointError(
                 f"tensor {name} is missing in {self.shards.folder}: expected {self.experts} experts in layer "
-                f"{self.layer.number}; download the checkpoint again"
+                f"{self.layer.number}; {_then(self.shards.elsewhere(name))}download the checkpoint again"
             )
         if tensor.dtype not in dtypes:
             raise CheckpointError(
@@ -74,6 +78,10 @@ class LayerSource(ABC):
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise CheckpointError(f"{tensor}: expected shape {wanted}, found {list(tensor.shape)}")
         return tensor
+
+
+def _then(sentence: str) -> str:
+    return f"{sentence}: " if sentence else ""
 
 
 class PerExpertSource(LayerSource):
@@ -110,6 +118,10 @@ class PerExpertSource(LayerSource):
 
     def check_companions(self, name: str, rows: int, k: int) -> None:
         """Check the other tensors of a matrix [rows, k], such as its scales."""
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """`consumed` of the matrix that a tensor of this name belongs to."""
+        return self.consumed
 
     def name(self, expert: int, matrix: int) -> str:
         """X of X.weight; matrix is GATE, UP or DOWN."""

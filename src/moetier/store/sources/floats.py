@@ -36,6 +36,7 @@ INTERLEAVED = ("gpt_oss",)
 class FloatSource(PerExpertSource, Requantizing):
     """X.weight [out, in]."""
 
+    consumed = ("weight",)
     weight_dtypes = tuple(DECODE)
 
     @classmethod
@@ -58,6 +59,8 @@ class FloatSource(PerExpertSource, Requantizing):
 class FusedFloatSource(Requantizing):
     """gate_up_proj and down_proj of all experts, both [E, out, in] or both [E, in, out]."""
 
+    consumed = ("gate_up_proj", "gate_up_proj.weight", "down_proj", "down_proj.weight")
+
     @classmethod
     def matches(cls, shards: Shards, layer: MoeLayer) -> bool:
         return any(name in shards.tensors for name in _spellings(layer, "gate_up_proj"))
@@ -65,6 +68,12 @@ class FusedFloatSource(Requantizing):
     def check(self) -> tuple[int, int]:
         both, down = (self._spelling(part) for part in ("gate_up_proj", "down_proj"))
         self.format = FORMATS.get(self.shards.tensors[both].dtype, "float")
+        for part in ("gate_up_proj", "down_proj"):
+            if all(name in self.shards.tensors for name in _spellings(self.layer, part)):
+                raise CheckpointError(
+                    f"layer {self.layer.number}: expected {part} of the experts once, found it as "
+                    f"{' and as '.join(_spellings(self.layer, part))}; the folder mixes two checkpoints"
+                )
         hidden = keys.required(keys.text_config(self.config), keys.HIDDEN)
         first = self.tensor(both, tuple(DECODE))
         if len(first.shape) != 3 or hidden not in first.shape[1:]:

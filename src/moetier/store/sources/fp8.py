@@ -11,6 +11,7 @@ from moetier.errors import CheckpointError
 from moetier.formats import e8m0_to_float
 from moetier.formats.e4m3 import E4M3_VALUES
 from moetier.formats.requantize import Rows
+from moetier.store import config as keys
 from moetier.store.names import MoeLayer
 from moetier.store.shards import Shards, Tensor
 from moetier.store.sources.base import PerExpertSource, Requantizing, refuse_nan_scales
@@ -26,6 +27,7 @@ class Fp8Source(PerExpertSource, Requantizing):
     """value = E4M3 * scale[row / block rows, column / block columns]."""
 
     format = "fp8"
+    consumed = ("weight", *SCALE_SUFFIXES)
     weight_dtypes = ("F8_E4M3",)
 
     @classmethod
@@ -38,7 +40,11 @@ class Fp8Source(PerExpertSource, Requantizing):
         return super().check()
 
     def check_companions(self, name: str, rows: int, k: int) -> None:
-        self._block_of(self._scale(name), rows, k)
+        self.blocks.add((*self._block_of(self._scale(name), rows, k), rows, k))
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """One scale of each matrix: the one that `_scale` takes."""
+        return "weight", self._scale(name.rpartition(".")[0]).name.rpartition(".")[2]
 
     def rows(self, expert: int, matrix: int) -> Rows:
         name = self.name(expert, matrix)
@@ -79,11 +85,16 @@ class Fp8Source(PerExpertSource, Requantizing):
 
 
 def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
-    """(rows, columns) of weight_block_size in config.json, None if it has none."""
-    quantization = config.get("quantization_config")
-    value = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    """(rows, columns) that share a scale by config.json; None if it does not say."""
+    quantization = keys.quantization(config) or {}
+    key, value = "weight_block_size", quantization.get("weight_block_size")
+    groups = quantization.get("config_groups")
+    for group in groups.values() if value is None and isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("strategy") == "block":
+            key, value = "block_structure", weights.get("block_structure")
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
-        raise CheckpointError(f"config.json: expected two positive integers for weight_block_size, found {value!r}")
+        raise CheckpointError(f"config.json: expected two positive integers for {key}, found {value!r}")
     return value[0], value[1]

@@ -15,14 +15,13 @@ from moetier.store.sources.floats import DECODE
 
 ZERO = 8
 """The stored nibble is the integer plus this."""
-ASYMMETRIC = ("weight_zero_point", "weight_g_idx")
-"""Tensors of variants that are not read: zero points, and columns in another order."""
 
 
 class Int4Source(PerExpertSource, Requantizing):
     """value = (nibble - 8) * weight_scale[row, column / group]; X.weight_packed I32 [out, in/8], low nibble first."""
 
     format = "int4"
+    consumed = ("weight_packed", "weight_scale", "weight_shape")
     weight_dtypes = ("I32",)
     weight_suffix = "weight_packed"
 
@@ -38,17 +37,15 @@ class Int4Source(PerExpertSource, Requantizing):
         scale = self.tensor(f"{name}.weight_scale", tuple(DECODE))
         if len(scale.shape) != 2 or scale.shape[0] != rows or k % max(1, scale.shape[1]):
             raise CheckpointError(f"{scale}: expected shape [{rows}, a divisor of {k}], found {list(scale.shape)}")
-        extra = next((f"{name}.{part}" for part in ASYMMETRIC if f"{name}.{part}" in self.shards.tensors), None)
-        if extra is not None:
-            raise CheckpointError(
-                f"{self.shards.tensors[extra]}: expected symmetric INT4 in column order, found zero points or moved "
-                "columns; quantize the model symmetrically, or start from its unquantized weights"
-            )
+        self.blocks.add((1, k // max(1, scale.shape[1]), rows, k))
+        if f"{name}.weight_shape" in self.shards.tensors:
+            self.tensor(f"{name}.weight_shape", ("I64", "I32"), (2,))
 
     def rows(self, expert: int, matrix: int) -> Rows:
         name = self.name(expert, matrix)
         weight, scale = self.shards.tensors[f"{name}.weight_packed"], self.shards.tensors[f"{name}.weight_scale"]
         raw = self.shards.read(weight).reshape(weight.shape[0], -1)
+        self._check_shape(name, raw.shape[0], 2 * raw.shape[1])
         scales = DECODE[scale.dtype](self.shards.read(scale)).reshape(scale.shape)
         group = 2 * raw.shape[1] // scale.shape[1]
 
@@ -57,3 +54,15 @@ class Int4Source(PerExpertSource, Requantizing):
             return integers * np.repeat(scales[start:stop], group, axis=1)
 
         return values
+
+    def _check_shape(self, name: str, rows: int, k: int) -> None:
+        """What the checkpoint says of the unpacked shape must be the shape of what is packed."""
+        shape = self.shards.tensors.get(f"{name}.weight_shape")
+        if shape is None:
+            return
+        found = self.shards.read(shape).view("<i8" if shape.dtype == "I64" else "<i4").tolist()
+        if found != [rows, k]:
+            raise CheckpointError(
+                f"{shape}: expected [{rows}, {k}], the shape of what is packed, found {found}; the weights are "
+                "damaged: download them again"
+            )

@@ -18,6 +18,7 @@ class Mxfp4Source(PerExpertSource):
 
     format = "mxfp4"
     requantized = False
+    consumed = ("weight", "scale")
     weight_dtypes = ("I8", "U8", "F4")
 
     @classmethod
@@ -32,6 +33,7 @@ class Mxfp4Source(PerExpertSource):
 
     def check_companions(self, name: str, rows: int, k: int) -> None:
         self.tensor(f"{name}.scale", SCALES, (rows, k // BLOCK))
+        self.blocks.add((1, BLOCK, rows, k))
 
     def convert(self, expert: int) -> Converted:
         return Converted(ExpertMatrices(*(self._matrix(self.name(expert, matrix)) for matrix in range(3))), None)
@@ -52,6 +54,7 @@ class GptOssSource(LayerSource):
 
     format = "mxfp4"
     requantized = False
+    consumed = tuple(f"{m}_{p}" for m in ("gate_up_proj", "down_proj") for p in ("blocks", "scales", "bias"))
 
     @classmethod
     def matches(cls, shards: Shards, layer: MoeLayer) -> bool:

@@ -19,6 +19,7 @@ class Nvfp4Source(PerExpertSource, Requantizing):
     """value = E2M1 * weight_scale * weight_scale_2, exact in float64. The new scales absorb weight_scale_2."""
 
     format = "nvfp4"
+    consumed = ("weight", "weight_scale", "weight_scale_2")
     weight_dtypes = ("U8",)
 
     @classmethod
@@ -31,6 +32,7 @@ class Nvfp4Source(PerExpertSource, Requantizing):
 
     def check_companions(self, name: str, rows: int, k: int) -> None:
         self.tensor(f"{name}.weight_scale", ("F8_E4M3",), (rows, k // GROUP))
+        self.blocks.add((1, GROUP, rows, k))
         self.tensor(f"{name}.weight_scale_2", ("F32",), (), (1,), (rows,), (rows, 1))
 
     def rows(self, expert: int, matrix: int) -> Rows:
