@@ -1,4 +1,4 @@
-"""Compare a store's records with the checkpoint, value by value."""
+"""Compare a store's records with the checkpoint, value by value, by a reader that shares nothing with the build's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moetier.formats import ExpertMatrices, RecordLayout
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.describe import LayerFiles
 from moetier.store.files import store_errors
+from moetier.store.second import SecondReader
 from moetier.store.shards import pread_into
 from moetier.store.work import Meter, Report, for_each
 
@@ -33,10 +34,18 @@ class Checker:
         self.count = min(count, checkpoint.geometry.experts)
         self.pool = pool
         self.checked = 0
+        self._second: SecondReader | None = None
         self._meter = Meter("check", len(checkpoint.moe_layers) * self.count, progress if count else None)
 
     def check(self, layer: int, files: LayerFiles) -> None:
         """Check one layer; the first code or scale that differs is a StoreError."""
+        if not self.count:
+            return
+        if self._second is None:
+            self.checkpoint.require_experts()
+            shards = self.checkpoint.shards
+            names = [] if shards.index else [shard.path.name for shard in shards.shards]
+            self._second = SecondReader(self.checkpoint.path, names, shards.hold)
         chosen = random.sample(range(self.checkpoint.geometry.experts), self.count)
         with store_errors(f"{files.records} cannot be read"):
             fd = os.open(files.records, os.O_RDONLY | os.O_CLOEXEC)
@@ -49,11 +58,13 @@ class Checker:
     def _compare(self, layer: int, expert: int, fd: int, files: LayerFiles) -> None:
         record = np.zeros(self.layout.stride, np.uint8)
         pread_into(fd, record, expert * self.layout.stride)
-        difference = first_difference(self.layout.unpack(record), self.checkpoint.read_expert(layer, expert))
+        assert self._second is not None
+        name = self.checkpoint.moe_layers[layer].name
+        difference = first_difference(self.layout.unpack(record), self._second.expert(name, expert))
         if difference is not None:
             raise StoreError(
                 f"layer {self.checkpoint.moe_layers[layer].number}, expert {expert}: the store's {difference} differs "
-                f"from the checkpoint's; remove {files.sums} and run the build again"
+                f"from the checkpoint's; remove {files.records.parent} and run the same command again"
             )
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import reprlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,10 @@ class Shards:
             if name in shard.ignored:
                 return f"{shard.path.name} holds one of that name, where the index does not place it"
         return f"it may be in {named(self.unread)}, which the index does not name" if self.unread else ""
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        """Have the shard on disk for as long as a block runs."""
+        return nullcontext()
 
     def reopened(self) -> Shards:
         """The same files, opened again: what differs was changed meanwhile."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +130,9 @@ class RemoteShards(Shards):
     def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
         with self.cache.hold(tensor.file.name):
             return super().read(tensor, start, nbytes)
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        return self.cache.hold(name)
 
     def reopened(self) -> Shards:
         """A commit does not change."""
