@@ -122,6 +122,14 @@ def unindexed(m):
     return without(m, 2)
 
 
+def unlisted(m):
+    with_draft(m)
+    for name in m.experts(2):
+        del m.index[name]
+    del m.values[2]
+    return m
+
+
 def other_top_k(m):
     with_draft(m)
     del m.values[2]
@@ -134,6 +142,7 @@ LOST = {
     "wide": (wide, "it has 5 experts and the model 3"),
     "missing": (missing, "config.json announces it, no tensor is there"),
     "unindexed": (unindexed, "may be in model-mtp.safetensors, which the index does not name"),
+    "unlisted": (unlisted, r"holds tensors of it, where the index does not place them"),
     "other top-k": (other_top_k, "it uses 1 experts a token and the model 2"),
 }
 

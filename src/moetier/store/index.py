@@ -87,7 +87,7 @@ def lawful(where: str, files: Files, shards: Mapping[str, Shard]) -> list[Shard]
     for name in files.names:
         own = {t: tensor for t, tensor in shards[name].tensors.items() if files.weight_map.get(t) == name}
         other = frozenset(shards[name].tensors.keys() - own.keys())
-        ignored += [f"{_plain(tensor)} in {name}" for tensor in sorted(other)]
+        ignored += [f"{tensor} in {name}" for tensor in sorted(other)]
         result.append(replace(shards[name], tensors=own, ignored=other))
     if ignored:
         say_once(
@@ -98,8 +98,8 @@ def lawful(where: str, files: Files, shards: Mapping[str, Shard]) -> list[Shard]
 
 
 def named(names: Iterable[str]) -> str:
-    """The first few of some names, and how many there are more."""
-    names = list(names)
+    """The first few of some names, and how many there are more. No name can move a terminal's cursor."""
+    names = [_plain(name) for name in names]
     return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 

@@ -60,10 +60,11 @@ def check_trunk(config: dict[str, Any], shards: Shards, layers: list[MoeLayer]) 
         dense = _dense_layers(shards)
         absent = [number for number in absent if said[number] is True or number not in dense]
     if absent:
+        elsewhere = shards.layer_elsewhere(re.compile(rf"(?:{_ROOTS})layers\.{absent[0]}\."))
         have = "dense ones" if absent[0] in _dense_layers(shards) else "none"
         raise CheckpointError(
             f"{shards.folder}: expected routed experts in layer {named(map(str, absent))} by config.json "
-            f"({hidden} layers{_why(text)}), found {have}; {shards.elsewhere('') or 'weights are missing'}: download "
+            f"({hidden} layers{_why(text)}), found {have}; {elsewhere or 'weights are missing'}: download "
             "the checkpoint again"
         )
     for number, layer in found.items():
@@ -122,7 +123,7 @@ def split_drafts(
     numbers = {layer.number for layer in layers}
     for number in range(hidden, hidden + (announced or 0)):
         if number not in numbers and not _is_dense_draft(shards, number):
-            elsewhere = shards.elsewhere("")
+            elsewhere = shards.layer_elsewhere(re.compile(rf"layers\.{number}\.|^mtp\b"))
             left.append(
                 LeftOut(number, "", "config.json announces it, no tensor is there" + (elsewhere and f"; {elsewhere}"))
             )

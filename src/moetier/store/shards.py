@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import reprlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -141,6 +142,16 @@ class Shards:
         for shard in self.shards:
             if name in shard.ignored:
                 return f"{shard.path.name} holds one of that name, where the index does not place it"
+        return self._may_be_unread()
+
+    def layer_elsewhere(self, name: re.Pattern[str]) -> str:
+        """As `elsewhere`, of a layer that is not there; name matches those of its tensors."""
+        for shard in self.shards:
+            if any(name.search(tensor) for tensor in shard.ignored):
+                return f"{shard.path.name} holds tensors of it, where the index does not place them"
+        return self._may_be_unread()
+
+    def _may_be_unread(self) -> str:
         return f"it may be in {named(self.unread)}, which the index does not name" if self.unread else ""
 
     def hold(self, name: str) -> AbstractContextManager[None]:
