@@ -101,13 +101,13 @@ class SecondReader:
     def _block(self) -> tuple[int, int]:
         """Rows and columns of a block of FP8 weights, by config.json."""
         for text in (self.config, self._text()):
-            said = text.get("quantization_config") or text.get("compression_config") or {}
-            if said.get("weight_block_size"):
-                high, wide = said["weight_block_size"]
-                return high, wide
-            for group in (said.get("config_groups") or {}).values():
-                if (group.get("weights") or {}).get("block_structure"):
-                    high, wide = group["weights"]["block_structure"]
+            said = _object(text.get("quantization_config")) or _object(text.get("compression_config"))
+            shapes = [said.get("weight_block_size")]
+            groups = (_object(group) for group in _object(said.get("config_groups")).values())
+            shapes += [_object(group.get("weights")).get("block_structure") for group in groups]
+            for shape in shapes:
+                if isinstance(shape, list):
+                    high, wide = shape
                     return high, wide
         return 128, 128
 
@@ -184,6 +184,10 @@ class SecondReader:
             header.pop("__metadata__", None)
             self.headers[file] = (8 + length, header)
         return self.headers[file]
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def floats(dtype: str, raw: NDArray[Any]) -> Values:
