@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moetier.decision.decide import format_of, require_readable
+from moetier.decision.facts import TOKENIZER, Facts, tokenizer_config
 from moetier.errors import CheckpointError
 from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
@@ -42,18 +44,47 @@ MAX_SHARDS = 4096
 EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 
 
+@dataclass(frozen=True)
+class Headers:
+    """What headers and config say of a model: the facts, whose geometry is worked out when it is asked for."""
+
+    name: str
+    source: str
+    facts: Facts
+    origin: Origin | None = None
+    fetched: int = 0
+    """Bytes that came over the network for it."""
+
+    def geometry(self, kv_bytes_per_token: float | None = None) -> Geometry:
+        """CheckpointError where config.json and headers do not agree."""
+        return geometry_of(self.name, self.source, self.facts, kv_bytes_per_token, self.origin)
+
+
 def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geometry:
     """Of a checkpoint on this machine."""
+    return folder_headers(folder).geometry(kv_bytes_per_token)
+
+
+def folder_headers(folder: Path) -> Headers:
+    """Of a checkpoint on this machine."""
     config, _ = read_config(folder)
-    tensors = Shards.open(folder).tensors.values()
+    tensors = Shards.open(folder).tensors
     origin = Origin.read(folder)
-    return geometry_of(folder.resolve().name, str(folder), config, tensors, kv_bytes_per_token, origin)
+    trimmed = (None, ()) if origin is None else (origin.source_format, origin.moe_layers)
+    facts = Facts(str(folder), config, tensors, tokenizer_config(folder), *trimmed)
+    return Headers(folder.resolve().name, str(folder), facts, origin)
 
 
 def read_hub(
     source: str, kv_bytes_per_token: float | None = None, patience: Patience | None = None
 ) -> tuple[Geometry, int]:
     """Of hf://ORG/NAME[@REVISION], and the bytes that were fetched for it."""
+    found = hub_headers(source, patience)
+    return found.geometry(kv_bytes_per_token), found.fetched
+
+
+def hub_headers(source: str, patience: Patience | None = None) -> Headers:
+    """Of hf://ORG/NAME[@REVISION]."""
     repository = open_repository(source)
     fetcher = _Counting(Fetcher(repository.headers, patience))
     indexes = sorted(name for name in repository.files if name.endswith(INDEX_SUFFIX) and "/" not in name)
@@ -64,6 +95,7 @@ def read_hub(
         folder.mkdir()
         config, _ = read_json(_small(fetcher, repository, "config.json", folder))
         weight_map = read_weight_map(_small(fetcher, repository, indexes[0], folder))[0] if indexes else {}
+        tokenizer = tokenizer_config(_small(fetcher, repository, TOKENIZER, folder).parent) if _has(repository) else {}
     names = sorted(set(weight_map.values())) or _unindexed(repository)
     absent = next((name for name in names if name not in repository.files), None)
     if absent or not names or len(names) > MAX_SHARDS:
@@ -76,9 +108,10 @@ def read_hub(
         shards = dict(zip(names, pool.map(lambda name: _header(fetcher, repository.files[name]), names), strict=True))
     if indexes:
         check_index(Path(indexes[0]), weight_map, shards)
-    tensors = Shards(Path(source), b"", list(shards.values())).tensors.values()
+    tensors = Shards(Path(source), b"", list(shards.values())).tensors
     where = f"{SCHEME}{repository.name}@{repository.commit}"
-    return geometry_of(repository.name.rpartition("/")[2], where, config, tensors, kv_bytes_per_token), fetcher.fetched
+    facts = Facts(source, config, tensors, tokenizer)
+    return Headers(repository.name.rpartition("/")[2], where, facts, fetched=fetcher.fetched)
 
 
 class _Counting:
@@ -109,6 +142,12 @@ def _small(fetcher: _Counting, repository: Repository, name: str, folder: Path) 
     return path
 
 
+def _has(repository: Repository) -> bool:
+    """Whether there is a tokenizer_config.json that can be looked at."""
+    file = repository.files.get(TOKENIZER)
+    return file is not None and 0 < file.size <= MAX_JSON
+
+
 def _header(fetcher: _Counting, file: RemoteFile) -> Shard:
     """One shard by its header: what the first request brought is not asked for again."""
     first = fetcher.read(file, 0, min(FIRST_READ, file.size))
@@ -129,23 +168,23 @@ def _unindexed(repository: Repository) -> list[str]:
 def geometry_of(
     name: str,
     source: str,
-    config: dict[str, Any],
-    tensors: Iterable[Tensor],
+    facts: Facts,
     kv_bytes_per_token: float | None = None,
     origin: Origin | None = None,
 ) -> Geometry:
-    """Put config.json and headers together; CheckpointError where they do not agree.
+    """Put config.json and headers together; CheckpointError where they do not agree, or experts cannot be read.
 
     origin: of a trimmed checkpoint, whose experts are in a store and not among the tensors.
     """
-    tensors = list(tensors)
-    text = keys.text_config(config)
+    require_readable(facts)
+    config, tensors, text = facts.config, list(facts.tensors.values()), facts.text
     layers = keys.required(text, keys.LAYERS)
     hidden = keys.required(text, keys.HIDDEN)
     intermediate = keys.required(text, keys.INTERMEDIATE)
     experts, top_k = keys.required(text, keys.EXPERTS), keys.required(text, keys.TOP_K)
     if origin is None:
-        moe, formats = _routed(tensors, layers, experts, hidden * intermediate)
+        moe = _routed(tensors, layers, experts, hidden * intermediate)
+        formats = format_of(facts, facts.own_layers)
     else:
         moe, formats = sum(layer.number < layers for layer in origin.moe_layers), origin.source_format
     sorted_tensors = sort_tensors(tensors, layers)
@@ -170,13 +209,12 @@ def geometry_of(
     )
 
 
-def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tuple[int, str]:
-    """Number of the model's own layers with routed experts, and the experts' number formats.
+def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> int:
+    """Number of the model's own layers with routed experts.
 
     matrix: weights of one matrix of an expert; a layer must have three times that for each expert, at 4 to 32 bits.
     """
     sums: dict[str, int] = {}
-    formats: set[str] = set()
     for tensor in tensors:
         prefix, found, rest = tensor.name.partition(".experts.")
         if not found or _draft_name(prefix, layers):
@@ -188,10 +226,6 @@ def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tu
                 f"config.json says {experts} experts, but there is tensor {tensor.name}; it does not belong to these "
                 "weights"
             )
-        if len(tensor.shape) > 1 and "scale" not in rest and "bias" not in rest:
-            formats.add(_format(tensor))
-    if not sums:
-        raise CheckpointError("expected tensors of routed experts (*.experts.*), found none; this is no MoE model")
     weights = 3 * matrix * experts
     for prefix, size in sums.items():
         if not weights / 2 <= size <= weights * 4.5:
@@ -199,21 +233,7 @@ def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tu
                 f"{prefix}: expected {weights} weights of {experts} experts by config.json, found {size} bytes, which "
                 "is no number format; config.json does not belong to these weights"
             )
-    return len(sums), "+".join(sorted(formats))
-
-
-def _format(tensor: Tensor) -> str:
-    """What an expert's matrix is stored as, as its dtype tells."""
-    names = {
-        "BF16": "bf16",
-        "F16": "fp16",
-        "F32": "fp32",
-        "F8_E4M3": "fp8",
-        "I8": "mxfp4",
-        "U8": "4-bit",
-        "F4": "4-bit",
-    }
-    return names.get(tensor.dtype, "4-bit" if tensor.dtype in ("I32", "U32") else tensor.dtype.lower())
+    return len(sums)
 
 
 def _draft_name(prefix: str, layers: int) -> bool:

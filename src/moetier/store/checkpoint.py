@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moetier.decision.activation import family as family_of
+from moetier.decision.decide import require_readable
+from moetier.decision.facts import Facts, tokenizer_config
 from moetier.errors import CheckpointError, UnsupportedModelError
 from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
-from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
+from moetier.store.names import MoeLayer, is_expert_tensor
 from moetier.store.origin import Origin
 from moetier.store.shards import Shards, Tensor, read_config, read_json
 from moetier.store.sources import Converted, LayerSource, open_layer
@@ -55,19 +58,15 @@ class Checkpoint:
     def whole(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards) -> Checkpoint:
         """A checkpoint with its experts, from its parts; raw are the bytes of config.json."""
         text = keys.text_config(config)
-        hidden_layers = keys.size(text, keys.LAYERS) or 0
-        layers = tuple(find_layers(shards.tensors, hidden_layers))
-        if not layers:
-            raise CheckpointError(
-                f"{folder} (model type {keys.model_type(config) or 'unknown'}) has no routed experts: expected tensors "
-                f"such as model.layers.N.mlp.experts.E.gate_proj.weight, found {min(shards.tensors, default='none')} "
-                "and others; moetier serves Mixture-of-Experts models, use vLLM as it is for this one"
-            )
+        facts = Facts(str(folder), config, shards.tensors)
+        require_readable(facts)
+        hidden_layers, layers = facts.hidden_layers, facts.layers
         experts = keys.required(text, keys.EXPERTS)
         _check_expert_count(shards, layers, experts, hidden_layers)
         sources = tuple(open_layer(shards, layer, experts, config) for layer in layers)
         geometry = _geometry(text, sources, experts)
-        return cls(folder, config, shards, layers, sources, geometry, keys.family(config), raw)
+        family = family_of(config, (layer.number for layer in facts.own_layers))
+        return cls(folder, config, shards, layers, sources, geometry, family, raw)
 
     @classmethod
     def _trimmed(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards, origin: Origin) -> Checkpoint:
@@ -79,7 +78,15 @@ class Checkpoint:
             )
         entry = origin.geometry
         geometry = LayerGeometry(entry.hidden, entry.intermediate, entry.experts, entry.top_k)
-        return cls(folder, config, shards, origin.moe_layers, (), geometry, keys.family(config), raw, origin)
+        hidden_layers = keys.size(keys.text_config(config), keys.LAYERS) or 0
+        family = family_of(config, (layer.number for layer in origin.moe_layers if layer.number < hidden_layers))
+        return cls(folder, config, shards, origin.moe_layers, (), geometry, family, raw, origin)
+
+    @property
+    def facts(self) -> Facts:
+        """What decides whether and how it is served."""
+        trimmed = (None, ()) if self.origin is None else (self.origin.source_format, self.origin.moe_layers)
+        return Facts(str(self.path), self.config, self.tensors, tokenizer_config(self.path), *trimmed)
 
     @property
     def model_type(self) -> str:
