@@ -17,7 +17,7 @@ from moetier.doctor.facts import CPU, Answer, Machine
 from moetier.doctor.probe.gpu import probe_gpus
 from moetier.doctor.support import devices_of
 from moetier.errors import MoetierError, RefusedError, SettingsError
-from moetier.plan import catalog
+from moetier.plan.headers import folder_headers
 from moetier.serve import launcher
 
 REFUSED = RefusedError.exit_code
@@ -50,12 +50,12 @@ def proceed(decision: Decision, skip: bool, console: Console) -> None:
 
 
 @contextmanager
-def decision_first(model: str | Path, skip: bool, console: Console, arguments: Sequence[str] = ()) -> Iterator[None]:
+def decision_first(folder: str | Path, skip: bool, console: Console, arguments: Sequence[str] = ()) -> Iterator[None]:
     """That a model is not served here is said before anything else that is wrong with it or its settings."""
     try:
         yield
     except MoetierError:
-        proceed(decided_here(catalog.look(str(model)).facts, arguments), skip, console)
+        proceed(decided_here(folder_headers(Path(folder)).facts, arguments), skip, console)
         raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -115,6 +114,6 @@ def _number(key: str, value: Any) -> float | None:
     if value is None:
         return None
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or not math.isfinite(value) or not 0 <= value < 2**100:
+    if not plain or not 0 <= value < 2**100:  # a NaN is not either
         raise CheckpointError(f"config.json: expected a positive number for {key}, found {value!r:.80}")
     return float(value) or None

@@ -88,7 +88,7 @@ def _names(f: Facts, here: Here) -> Iterator[Found]:
         yield Found(
             f"is a Mixture-of-Experts model (model type {f.model_type}) whose experts' names moetier does not know "
             "yet: expected names such as model.layers.N.mlp.experts.E.gate_proj.weight, found "
-            f"{looks or 'no tensor that looks like an expert'}",
+            f"{looks or f'{f.expert_count!r:.20} routed experts in config.json and no tensor that looks like one'}",
             AS_IT_IS,
         )
 
@@ -192,7 +192,8 @@ def _zero(f: Facts, here: Here) -> Iterator[Found]:
     for key, value in f.text.items():
         if ZERO.search(key) and type(value) is int and value > 0:
             yield Found(
-                f"has {value} zero-computation experts beside its routed ones ({key}), which moetier does not serve",
+                f"has {value!r:.20} zero-computation experts beside its routed ones ({key}), which moetier does not "
+                "serve",
                 AS_IT_IS,
             )
             return
