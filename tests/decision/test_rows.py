@@ -117,6 +117,33 @@ def test_code_of_the_checkpoint_is_said_before_the_store_is_built(row, tmp_path)
     assert "there is no store" in said, "what was asked for gets past it"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "files", "needed"),
+    [
+        ("glm4_moe", ["tokenizer.json"], False),
+        ("glm4_moe", ["tiktoken.model"], True),
+        ("kimi_k25", ["tiktoken.model"], False),
+        ("x_moe", ["tokenizer.json"], True),
+    ],
+)
+def test_code_is_needed_where_transformers_has_no_tokenizer_for_the_files(model_type, files, needed, tmp_path):
+    pytest.importorskip("vllm", reason="the table asks the installed vLLM")
+    model = made.ROWS["tokenizer-code"][0](tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    for name in files:
+        (model / name).touch()
+    assert ("tokenizer-code" in [reason.row for reason in decided(model).conditions()]) is needed
+
+
+def test_a_tokenizer_class_that_transformers_has_needs_no_code(tmp_path):
+    pytest.importorskip("vllm", reason="the table asks the installed vLLM")
+    model = made.ROWS["tokenizer-code"][0](tmp_path / "model")
+    told = json.loads((model / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    (model / "tokenizer_config.json").write_text(json.dumps(told))
+    assert not decided(model).conditions()
+
+
 def test_a_drafter_of_another_geometry_is_said_and_never_speculated_with(tmp_path):
     model = made.ROWS["drafter"][0](tmp_path / "model")
     found = decided(model)

@@ -16,6 +16,7 @@ from moetier.store.shards import Tensor, read_json
 
 MARK = ".experts."
 TOKENIZER = "tokenizer_config.json"
+WHOLE_TOKENIZER = "tokenizer.json"
 NOT_ROUTED = re.compile(r"shared|vision|visual|audio")
 DRAFTER = re.compile(r"(?:^|\.)(?:mtp|nextn|draft\w*|eagle\w*|dspark)\b")
 COUNT = re.compile(r"experts?(?:_num|$)")
@@ -35,6 +36,26 @@ class ExpertParts:
 
 
 @dataclass(frozen=True)
+class TokenizerFiles:
+    """What the files of a tokenizer say."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """tokenizer_config.json; {} where there is none, or none that can be read: vLLM says so itself."""
+    whole: bool = True
+    """Whether there is a tokenizer.json, which needs no code of its own."""
+
+    @classmethod
+    def read(cls, folder: Path) -> TokenizerFiles:
+        """Of a checkpoint's folder."""
+        path = folder / TOKENIZER
+        try:
+            config = read_json(path)[0] if path.exists() else {}
+        except CheckpointError:
+            config = {}
+        return cls(config, (folder / WHOLE_TOKENIZER).exists())
+
+
+@dataclass(frozen=True)
 class Facts:
     """A checkpoint as its headers and JSON files describe it; no weight was read."""
 
@@ -42,8 +63,7 @@ class Facts:
     """As the user calls it."""
     config: dict[str, Any]
     tensors: Mapping[str, Tensor] = field(repr=False)
-    tokenizer: dict[str, Any] = field(default_factory=dict, repr=False)
-    """tokenizer_config.json."""
+    tokenizer: TokenizerFiles = field(default_factory=TokenizerFiles, repr=False)
     trimmed_format: str | None = None
     """Number format of the experts, where a store has them and this folder does not."""
     trimmed_layers: tuple[MoeLayer, ...] = ()
@@ -151,12 +171,3 @@ class Facts:
 def _inner(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Parts such as ffn_config that some families keep their experts in."""
     yield from (value for key, value in config.items() if isinstance(value, dict) and ("ffn" in key or "moe" in key))
-
-
-def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a folder; {} where there is none, or none that can be read: vLLM says so itself."""
-    path = folder / TOKENIZER
-    try:
-        return read_json(path)[0] if path.exists() else {}
-    except CheckpointError:
-        return {}

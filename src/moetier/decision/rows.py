@@ -24,6 +24,9 @@ NGRAM = re.compile(r"ngram|suffix")
 ON_INPUT = ("apply_router_weight_on_input", "moe_apply_router_weight_on_input")
 LATENT = ("moe_latent_size", "routed_expert_hidden_size", "moe_latent_dim")
 ZERO = re.compile(r"zero.*expert|expert.*zero|copy_expert")
+TIKTOKEN = ("kimi",)
+"""Model types, by prefix, whose tiktoken.model transformers reads itself. Of others it makes a tokenizer that knows no
+text, without a word: those need a tokenizer.json, or their own code."""
 BIASED = ("gpt_oss",)
 """Model types whose experts have biases, for bundled geometries, which have no headers to see them in."""
 
@@ -254,11 +257,12 @@ def _config_code(f: Facts, here: Here) -> Iterator[Found]:
 
 
 def _tokenizer_code(f: Facts, here: Here) -> Iterator[Found]:
-    mapped = f.tokenizer.get("auto_map")
+    mapped = f.tokenizer.config.get("auto_map")
     code = mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped
-    named = str(f.tokenizer.get("tokenizer_class") or "")
+    named = str(f.tokenizer.config.get("tokenizer_class") or "")
     known = (here.vllm.tokenizers if here.vllm is not None else None) or frozenset()
-    native = named.removesuffix("Fast") in known or named in known or any(kind in known for kind in f.model_types)
+    by_type = any(kind in known and (f.tokenizer.whole or kind.startswith(TIKTOKEN)) for kind in f.model_types)
+    native = named.removesuffix("Fast") in known or named in known or by_type
     if code and not native and not has(here.arguments, "--tokenizer"):
         yield _code("tokenizer_config.json", code, here)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moetier.decision.decide import format_of, require_readable
-from moetier.decision.facts import TOKENIZER, Facts, tokenizer_config
+from moetier.decision.facts import TOKENIZER, WHOLE_TOKENIZER, Facts, TokenizerFiles
 from moetier.errors import CheckpointError
 from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
@@ -71,7 +71,7 @@ def folder_headers(folder: Path) -> Headers:
     tensors = Shards.open(folder).tensors
     origin = Origin.read(folder)
     trimmed = (None, ()) if origin is None else (origin.source_format, origin.moe_layers)
-    facts = Facts(str(folder), config, tensors, tokenizer_config(folder), *trimmed)
+    facts = Facts(str(folder), config, tensors, TokenizerFiles.read(folder), *trimmed)
     return Headers(folder.resolve().name, str(folder), facts, origin)
 
 
@@ -95,7 +95,9 @@ def hub_headers(source: str, patience: Patience | None = None) -> Headers:
         folder.mkdir()
         config, _ = read_json(_small(fetcher, repository, "config.json", folder))
         weight_map = read_weight_map(_small(fetcher, repository, indexes[0], folder))[0] if indexes else {}
-        tokenizer = tokenizer_config(_small(fetcher, repository, TOKENIZER, folder).parent) if _has(repository) else {}
+        if _has(repository):
+            _small(fetcher, repository, TOKENIZER, folder)
+        tokenizer = replace(TokenizerFiles.read(folder), whole=WHOLE_TOKENIZER in repository.files)
     names = sorted(set(weight_map.values())) or _unindexed(repository)
     absent = next((name for name in names if name not in repository.files), None)
     if absent or not names or len(names) > MAX_SHARDS:

@@ -9,7 +9,7 @@ from typing import Any
 
 from moetier.decision.activation import family as family_of
 from moetier.decision.decide import require_readable
-from moetier.decision.facts import Facts, tokenizer_config
+from moetier.decision.facts import Facts, TokenizerFiles
 from moetier.errors import CheckpointError, UnsupportedModelError
 from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
@@ -86,7 +86,7 @@ class Checkpoint:
     def facts(self) -> Facts:
         """What decides whether and how it is served."""
         trimmed = (None, ()) if self.origin is None else (self.origin.source_format, self.origin.moe_layers)
-        return Facts(str(self.path), self.config, self.tensors, tokenizer_config(self.path), *trimmed)
+        return Facts(str(self.path), self.config, self.tensors, TokenizerFiles.read(self.path), *trimmed)
 
     @property
     def model_type(self) -> str:
