@@ -159,6 +159,16 @@ def test_a_drafter_of_another_geometry_is_said_and_never_speculated_with(tmp_pat
     assert not decided(model, by_words).refusals()
 
 
+def test_a_drafter_that_is_announced_and_missing_is_said(tmp_path):
+    model = made.write(tmp_path / "missing", made.floats(), num_nextn_predict_layers=1)
+    assert decided(model).drafter is Drafter.LEFT_OUT
+    assert "1 layers by config.json, and none among the tensors" in decided(model).reasons[0].text
+    dense = {f"model.layers.{made.LAYERS}.mlp.gate_proj.weight": made.zeros("BF16", 32, 64)}
+    model = made.write(tmp_path / "dense", {**made.floats(), **dense}, num_nextn_predict_layers=1)
+    assert decided(model).drafter is Drafter.NONE, "it has no experts of its own, so it is vLLM's alone"
+    assert not decided(model).reasons
+
+
 @pytest.mark.parametrize("kind", made.UNREAD)
 def test_a_format_that_is_not_read_is_told_by_name_with_what_to_take(kind, tmp_path):
     parts, quantization = made.UNREAD[kind]
@@ -179,6 +189,19 @@ def _refused_as(kind: str, model: Path) -> None:
     assert "download" not in str(reason)
     with pytest.raises(RefusedError, match=re.escape(str(reason))):
         build_store(model, model.with_name("store"))
+
+
+def test_int4_of_a_model_twice_as_wide_inside_is_not_taken_for_int8(tmp_path):
+    """Its down projection has as many words a row as a gate of 8 bits would have."""
+    parts, inner = made.READ["int4"][1], 2 * made.HIDDEN
+    tensors = {}
+    for name in made.of_parts(parts):
+        rows, columns = (made.HIDDEN, inner) if "down" in name else (inner, made.HIDDEN)
+        dtype, shape = parts[name.rpartition(".")[2]](rows, columns)
+        tensors[name] = made.zeros(dtype, *shape)
+    model = made.write(tmp_path / "model", tensors, moe_intermediate_size=inner)
+    assert dict(decided(model).formats) == {"model": "int4"}
+    assert not decided(model).refusals()
 
 
 @pytest.mark.parametrize("kind", made.READ)

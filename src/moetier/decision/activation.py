@@ -49,10 +49,14 @@ def limit_of(config: dict[str, Any], layers: Iterable[int] = ()) -> float | None
     text, model_type, numbers = keys.text_config(config), keys.model_type(config), tuple(layers)
     found: dict[str, set[float | None]] = {}
     for key, value in _said(text):
-        found[key] = _values(key, value, numbers)
-    outside = {key: value for key, value in _said(config) if text is not config and _values(key, value, ()) != {None}}
+        if key not in LIMITS and _says_something(value):
+            raise UnsupportedModelError(
+                f"config.json has {key} {value!r:.80}: a clamp whose meaning moetier does not know; {INSTEAD}"
+            )
+        found[key] = _values(key, value, numbers) if key in LIMITS else {None}
+    outside = {key: value for key, value in _said(config) if text is not config and _says_something(value)}
     for key, value in outside.items():
-        if found.get(key) != _values(key, value, numbers):
+        if key not in LIMITS or found.get(key) != _values(key, value, numbers):
             raise UnsupportedModelError(
                 f"config.json says {key} {value!r} for the whole model and {text.get(key)!r} for its language model, "
                 "which is what vLLM reads; correct config.json by the model's card"
@@ -64,10 +68,6 @@ def limit_of(config: dict[str, Any], layers: Iterable[int] = ()) -> float | None
     if model_type.startswith(STEP):
         raise UnsupportedModelError(
             f"its experts are clamped after SiLU ({key}), which the contract does not define; {INSTEAD}"
-        )
-    if key not in LIMITS:
-        raise UnsupportedModelError(
-            f"config.json has {key} {text[key]!r:.80}: a clamp whose meaning moetier does not know; {INSTEAD}"
         )
     if len(values) > 1 or any(other != values for other in clamps.values()):
         listed = ", ".join("none" if one is None else f"{one:g}" for one in sorted(values, key=lambda v: v or 0.0))
@@ -95,6 +95,12 @@ def _said(text: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in text.items():
         if CLAMP.search(key) and not OTHERS.search(key):
             yield key, value
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a value is more than none, 0, false, or a list of them."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_says_something, inner)) if isinstance(value, dict | list) else bool(value)
 
 
 def _values(key: str, value: Any, layers: tuple[int, ...]) -> set[float | None]:

@@ -19,6 +19,7 @@ TOKENIZER = "tokenizer_config.json"
 WHOLE_TOKENIZER = "tokenizer.json"
 NOT_ROUTED = re.compile(r"shared|vision|visual|audio")
 DRAFTER = re.compile(r"(?:^|\.)(?:mtp|nextn|draft\w*|eagle\w*|dspark)\b")
+ANNOUNCED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "n_mtp_layers", "num_mtp_modules")
 COUNT = re.compile(r"experts?(?:_num|$)")
 NO_COUNT = re.compile(r"shared|per_tok|group|top_?k|zero|copies|parallel|interval")
 
@@ -67,6 +68,8 @@ class Facts:
     trimmed_format: str | None = None
     """Number format of the experts, where a store has them and this folder does not."""
     trimmed_layers: tuple[MoeLayer, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Why draft layers are not in a store of it, where whoever opened the experts found a reason."""
     headers: bool = True
     """False: of a bundled model or a geometry file, whose tensors nobody looked at."""
 
@@ -157,6 +160,12 @@ class Facts:
         """Whether a tensor belongs to a drafter, by its name or its layer's number."""
         number = re.search(r"layers\.(\d{1,6})\.", name)
         return bool(DRAFTER.search(name)) or (number is not None and 0 < self.hidden_layers <= int(number[1]))
+
+    @cached_property
+    def announced_drafts(self) -> int:
+        """Draft layers that config.json announces."""
+        values = (self.text.get(key, self.config.get(key)) for key in ANNOUNCED)
+        return next((value for value in values if type(value) is int and value > 0), 0)
 
     @property
     def own_layers(self) -> tuple[MoeLayer, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moetier.decision.facts import ExpertParts
 from moetier.store import config as keys
+from moetier.store.names import MATRICES
 from moetier.store.shards import Tensor
 
 INSTEAD = (
@@ -26,6 +27,8 @@ class Matrix:
     parts: dict[str, Tensor]
     fused: bool
     config: dict[str, Any]
+    reads_hidden: bool = False
+    """Whether its input is the hidden state: gate and up, not down."""
 
     def dtype(self, part: str) -> str:
         """Its dtype; "" where there is none."""
@@ -68,7 +71,7 @@ def _bits(m: Matrix) -> int:
         weights = group.get("weights") if isinstance(group, dict) else None
         if isinstance(weights, dict) and type(weights.get("num_bits")) is int and len(groups or ()) == 1:
             return int(weights["num_bits"])
-    if type(hidden) is int and len(packed.shape) == 2 and packed.shape[1] * 4 == hidden:
+    if m.reads_hidden and type(hidden) is int and len(packed.shape) == 2 and packed.shape[1] * 4 == hidden:
         return 8
     return 4
 
@@ -169,7 +172,8 @@ def _fused(m: Matrix) -> str:
 
 def kind_of(parts: ExpertParts, config: dict[str, Any]) -> Kind:
     """How a layer's experts are stored, by its first expert or its fused tensors."""
-    matrices = [Matrix(found, False, config) for found in parts.matrices.values()]
+    inputs = {name for triple in MATRICES for name in triple[:2]}
+    matrices = [Matrix(found, False, config, name in inputs) for name, found in parts.matrices.items()]
     if not matrices:
         fused = {name.removesuffix(".weight"): tensor for name, tensor in parts.fused.items()}
         return _first(Matrix(fused, True, config))

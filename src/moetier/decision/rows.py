@@ -276,7 +276,9 @@ def _code(where: str, code: object, here: Here) -> Found:
 
 
 def drafter_problem(f: Facts) -> str | None:
-    """How the drafter's experts differ from the model's; None: there is no drafter, or it has the same geometry."""
+    """What is wrong with the drafter, as what "it has"; None: there is none, or a store holds it."""
+    if f.left_out:
+        return f"layers that a store does not hold: {'; '.join(f.left_out)}"
     experts, top_k = keys.size(f.text, keys.EXPERTS), keys.size(f.text, keys.TOP_K)
     sizes = keys.size(f.text, ("dspark_n_routed_experts",)), keys.size(f.text, ("dspark_num_experts_per_tok",))
     if any(size not in (None, own) for size, own in zip(sizes, (experts, top_k), strict=True)):
@@ -285,6 +287,9 @@ def drafter_problem(f: Facts) -> str | None:
         found = f.parts[layer].experts if layer in f.parts else experts
         if found != experts:
             return f"{found} experts (layer {layer.number}, {layer.name}), and the model {experts}"
+    whole = f.headers and f.trimmed_format is None
+    if whole and f.announced_drafts and not f.draft_layers and not any(map(f.drafts, f.tensors)):
+        return f"{f.announced_drafts} layers by config.json, and none among the tensors"
     return next((f"experts under a name that is not known yet ({name})" for name in f.unknown_names.values()
                  if f.layers and f.drafts(name)), None)  # fmt: skip
 
@@ -325,6 +330,11 @@ ROWS: tuple[Row, ...] = (
     Row("support", "model types that are known to fail with this vLLM on this device", _support, overridable=True),
     Row("config-code", "a config class that only the checkpoint brings", _config_code, Level.CONDITION),
     Row("tokenizer-code", "a tokenizer that only the checkpoint brings", _tokenizer_code, Level.CONDITION),
-    Row("drafter", "drafters of another geometry", _drafter, Level.NO_DRAFTER),
+    Row(
+        "drafter",
+        "drafters of another geometry, under names that are not known, or announced and missing",
+        _drafter,
+        Level.NO_DRAFTER,
+    ),
 )
 """In this order: what is said first is what stands in the way most."""
