@@ -191,6 +191,17 @@ def _refused_as(kind: str, model: Path) -> None:
         build_store(model, model.with_name("store"))
 
 
+def test_an_expert_in_another_format_than_the_first_is_not_told_to_be_missing(tmp_path):
+    odd = {n: t for n, t in made.of_parts(made.UNREAD["awq"][0]).items() if ".layers.1." in n and ".experts.3." in n}
+    rest = {n: t for n, t in made.floats().items() if not (".layers.1." in n and ".experts.3." in n)}
+    reason = decided(made.write(tmp_path / "model", {**rest, **odd})).refusals()[0]
+    assert reason.row == "kind"
+    assert (
+        "BF16, FP16 or FP32 and others in another format (model.layers.1.mlp.experts.3.gate_proj.qweight I32)"
+        in str(reason)
+    )
+
+
 def test_int4_of_a_model_twice_as_wide_inside_is_not_taken_for_int8(tmp_path):
     """Its down projection has as many words a row as a gate of 8 bits would have."""
     parts, inner = made.READ["int4"][1], 2 * made.HIDDEN

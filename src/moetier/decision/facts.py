@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ class ExpertParts:
     """The first expert's: matrix (gate_proj, w1, ...) -> what follows its name (weight, ...) -> tensor."""
     fused: dict[str, Tensor]
     """Of all experts at once: what follows `.experts.`, such as gate_up_proj."""
+    others: dict[str, Tensor]
+    """What follows the names of other experts' matrices: one tensor each."""
     experts: int
     """One more than the highest number, or the first size of a fused tensor."""
 
@@ -105,7 +107,7 @@ class Facts:
     def parts(self) -> dict[MoeLayer, ExpertParts]:
         """How each of `layers` stores its experts; empty for a trimmed checkpoint."""
         by_name = {layer.name: layer for layer in self.layers}
-        found = {layer: ExpertParts({}, {}, 0) for layer in self.layers}
+        found = {layer: ExpertParts({}, {}, {}, 0) for layer in self.layers}
         counts = dict.fromkeys(self.layers, 0)
         for name, tensor in self.tensors.items():
             prefix, mark, rest = name.partition(MARK)
@@ -118,12 +120,14 @@ class Facts:
                 counts[layer] = max(counts[layer], tensor.shape[0] if len(tensor.shape) > 2 else 0)
                 continue
             counts[layer] = max(counts[layer], int(number) + 1)
+            matrix, _, part = member.partition(".")
             if number == "0":
-                matrix, _, part = member.partition(".")
                 found[layer].matrices.setdefault(matrix, {})[part] = tensor
+            else:
+                found[layer].others.setdefault(part, tensor)
         if self.trimmed_format is not None:
             return {}
-        return {layer: ExpertParts(one.matrices, one.fused, counts[layer]) for layer, one in found.items()}
+        return {layer: replace(one, experts=counts[layer]) for layer, one in found.items()}
 
     @cached_property
     def unknown_names(self) -> dict[str, str]:

@@ -161,6 +161,8 @@ KINDS: tuple[Kind, ...] = (
 )
 """The first that matches counts. A kind without a format of the store is not read."""
 BY_ID = {kind.id: kind for kind in KINDS}
+WEIGHTS = ("weight", "weight_packed", "qweight", "q_weight", "trellis", "W_q")
+"""What the weights themselves are called, in one format or another."""
 INCOMPLETE = ("unknown", "fp8-unscaled")
 """What a matrix of a known format looks like when a tensor of it is missing: the reader names that tensor."""
 
@@ -185,6 +187,10 @@ def kind_of(parts: ExpertParts, config: dict[str, Any]) -> Kind:
     if len({kind.format for kind in whole}) > 1:
         names = " and ".join(kind.name for kind in whole)
         return Kind("mixed", f"several formats within one expert ({names})", lambda m: False)
+    own = {part for matrix in matrices for part in matrix.parts}
+    odd = next((t for part, t in parts.others.items() if part in WEIGHTS and part not in own), None)
+    if whole and odd is not None:
+        return Kind("mixed", f"{whole[0].name} and others in another format ({odd.name} {odd.dtype})", lambda m: False)
     return whole[0] if whole else found[0]
 
 
