@@ -10,7 +10,7 @@ import pytest
 from moetier.decision.activation import DEFAULT_LIMIT, activation_of, family, limit_of
 from moetier.decision.decide import decide
 from moetier.decision.installed import installed, read
-from moetier.decision.rows import Here
+from moetier.decision.row import Here
 from moetier.errors import CheckpointError, UnsupportedModelError
 from moetier.plan.headers import folder_headers
 from moetier.store.checkpoint import Checkpoint

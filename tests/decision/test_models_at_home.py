@@ -6,7 +6,7 @@ import pytest
 
 from moetier.decision.decide import Answer, Drafter, decide
 from moetier.decision.installed import installed
-from moetier.decision.rows import Here
+from moetier.decision.row import Here
 from moetier.plan.headers import folder_headers
 from tests.decision import made
 

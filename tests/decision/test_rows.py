@@ -13,7 +13,8 @@ from moetier.cli import app
 from moetier.decision.decide import Answer, Drafter, decide
 from moetier.decision.installed import installed
 from moetier.decision.kinds import KINDS
-from moetier.decision.rows import ROWS, Here, Level
+from moetier.decision.row import Here, Level
+from moetier.decision.rows import ROWS
 from moetier.errors import MoetierError, RefusedError
 from moetier.plan.headers import folder_headers
 from moetier.store.build import build_store

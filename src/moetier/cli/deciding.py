@@ -12,7 +12,7 @@ from rich.console import Console
 from moetier.decision.decide import Decision, decide
 from moetier.decision.facts import Facts
 from moetier.decision.installed import installed
-from moetier.decision.rows import Here
+from moetier.decision.row import Here
 from moetier.doctor.facts import CPU, Answer, Machine
 from moetier.doctor.probe.gpu import probe_gpus
 from moetier.doctor.support import devices_of

@@ -10,7 +10,9 @@ from typing import Any
 from moetier.decision import activation
 from moetier.decision.facts import Facts
 from moetier.decision.kinds import kind_of
-from moetier.decision.rows import ROWS, TRUST, Here, Level, drafter_problem, supports
+from moetier.decision.row import Here, Level
+from moetier.decision.rows import ROWS
+from moetier.decision.serving import TRUST, drafter_problem, supports
 from moetier.doctor.facts import Support
 from moetier.errors import RefusedError, UnsupportedModelError
 from moetier.store.names import MoeLayer
