@@ -63,17 +63,18 @@ class Kind:
 
 
 def _bits(m: Matrix) -> int:
-    """Of packed integers, as config.json or the shapes say."""
+    """Of packed integers, as the shape of a gate says, else config.json; of a down projection, what its gate is."""
     packed, hidden = m.parts["weight_packed"], keys.text_config(m.config).get("hidden_size")
+    if not m.reads_hidden:
+        return 4
+    if type(hidden) is int and len(packed.shape) == 2 and packed.shape[1] * 32 in (4 * hidden, 8 * hidden):
+        return packed.shape[1] * 32 // hidden
     found = m.config.get("quantization_config")
     groups = found.get("config_groups") if isinstance(found, dict) else None
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and type(weights.get("num_bits")) is int and len(groups or ()) == 1:
-            return int(weights["num_bits"])
-    if m.reads_hidden and type(hidden) is int and len(packed.shape) == 2 and packed.shape[1] * 4 == hidden:
-        return 8
-    return 4
+    each = list(groups.values()) if isinstance(groups, dict) else []
+    weights = each[0].get("weights") if len(each) == 1 and isinstance(each[0], dict) else None
+    said = weights.get("num_bits") if isinstance(weights, dict) else None
+    return said if type(said) is int else 4
 
 
 def _mxfp8(m: Matrix) -> bool:
