@@ -28,6 +28,10 @@ class UnsupportedModelError(MoetierError):
     """The model needs arithmetic that the contract does not define; serving it would be wrong."""
 
 
+class RefusedError(CheckpointError, UnsupportedModelError):
+    """moetier does not serve this checkpoint, or not here, by the table in `moetier.decision.rows`."""
+
+
 class RecordReadError(StoreError):
     """A record could not be read from disk with the right checksum, and not healed: the engine must stop."""
 

@@ -96,7 +96,12 @@ def test_model_without_experts(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     error = refused(model, "--store", tmp_path / "store", "--build-store")
     assert "qwen3" in error
-    assert "has no routed experts" in error
+    assert "whose experts' names moetier does not know yet" in error, "config.json says experts"
+    config = {key: value for key, value in config.items() if "expert" not in key}
+    (model / "config.json").write_text(json.dumps(config))
+    error = refused(model, "--store", tmp_path / "store", "--build-store")
+    assert "is a dense model (model type qwen3)" in error
+    assert "has no routed experts" not in error.partition("dense model")[0]
     assert not (tmp_path / "store").exists()
 
 

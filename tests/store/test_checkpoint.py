@@ -209,7 +209,7 @@ def test_a_scale_of_nan_is_refused_with_its_place(tmp_path):
 def test_a_model_without_experts_is_refused(tmp_path):
     write_safetensors(tmp_path / "model.safetensors", {"lm_head.weight": ("U8", (4,), np.zeros(4, np.uint8))})
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match=r"model type llama.*has no routed experts"):
+    with pytest.raises(CheckpointError, match=r"dense model \(model type llama\).*has no routed experts"):
         Checkpoint.open(tmp_path)
 
 

@@ -97,7 +97,7 @@ def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path, layers):
     m = mutant()
     m.config["num_hidden_layers"] = layers
     m.write(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="expected fewer than 10000 layers"):
+    with pytest.raises(CheckpointError, match="expected at most 9,999 for num_hidden_layers"):
         Checkpoint.open(tmp_path / "c")
 
 

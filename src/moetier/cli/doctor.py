@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from moetier.cli.deciding import REFUSED, decided_here
+from moetier.decision.decide import Decision
 from moetier.doctor.examine import examine, examine_and_measure
 from moetier.doctor.facts import CPU, Answer, Machine, Verdict
+from moetier.plan import catalog
 
 COLOURS = {Verdict.FINE: "green", Verdict.SLOW: "yellow", Verdict.BROKEN: "red"}
 ANSWERS = {Answer.WORKS: "green", Answer.UNKNOWN: "yellow", Answer.FAILS: "red"}
@@ -18,6 +22,10 @@ WORDS = {Verdict.FINE: "fine", Verdict.SLOW: "slow because", Verdict.BROKEN: "br
 
 
 def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Also say whether this model can be served here: as in `moetier plan`."),
+    ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the rates now (half a minute or more, on a quiet machine).")
     ] = False,
@@ -34,11 +42,15 @@ def doctor(
         bool, typer.Option("--json", help="Print what `moetier plan --machine` reads, on stdout.")
     ] = False,
 ) -> None:
-    """Examine this machine; each finding is fine, slow or broken, with the remedy. Exit 1 if something is broken."""
+    """Examine this machine; each finding is fine, slow or broken, with the remedy. Exit 1 if something is broken.
+
+    With MODEL, say first whether and how it can be served here; exit 2 if it cannot.
+    """
     console = Console(stderr=True)
     unsaved = None
     if measure and rates is not None:
         raise typer.BadParameter("measure, or take rates from a file: not both", param_hint="--rates")
+    decision = decided_here(catalog.look(model).facts) if model is not None else None
     if measure:
         found, unsaved = examine_and_measure(
             disk, shape, lambda line: console.print(f"measuring: {line}", highlight=False)
@@ -46,13 +58,32 @@ def doctor(
     else:
         found = examine(disk, rates)
     if as_json:
-        typer.echo(found.to_json())
+        typer.echo(found.to_json() if decision is None else _both(decision, found))
     else:
+        if decision is not None:
+            _show_decision(decision, Console())
         _show(found, Console())
     if unsaved is not None:
         raise unsaved
+    if decision is not None and decision.refusals():
+        raise typer.Exit(REFUSED)
     if any(finding.verdict is Verdict.BROKEN for finding in found.findings):
         raise typer.Exit(1)
+
+
+def _both(decision: Decision, found: Machine) -> str:
+    return json.dumps({"decision": decision.to_json(), "machine": json.loads(found.to_json())})
+
+
+def _show_decision(decision: Decision, console: Console) -> None:
+    """What is said of the model, before anything about the machine."""
+    lines = list(decision.lines())
+    if not decision.refusals():
+        formats = ", ".join(f"{group} {name}" for group, name in decision.formats)
+        clamp = "" if decision.clamp is None else f" clamped at {decision.clamp:g}"
+        lines.insert(0, f"{decision.name} can be {decision.answer}: experts {formats}; {decision.activation}{clamp}")
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _show(found: Machine, console: Console) -> None:

@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from moetier.cli.asked import Asked, asking
+from moetier.cli.deciding import decided_on, refuse
+from moetier.cli.serving.options import SkipSupportCheck
+from moetier.decision.decide import Decision
 from moetier.doctor.examine import software
 from moetier.doctor.facts import Machine
 from moetier.doctor.machine_file import read_machine
@@ -45,29 +48,40 @@ def plan(
         tuple[Path, Path] | None, typer.Option(help="Two machine files, side by side.", show_default=False)
     ] = None,
     geometry_out: Annotated[Path | None, typer.Option(help="Write the model's geometry to this file.")] = None,
+    skip_support_check: SkipSupportCheck = False,
     models: Annotated[bool, typer.Option("--models", help="List the bundled models and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Say where every byte of MODEL goes on a machine and how fast it will be. Exit 1 if it does not fit."""
+    """Say where every byte of MODEL goes on a machine and how fast it will be.
+
+    Exit 1 if it does not fit, 2 if it cannot be served there.
+    """
     if models or model is None:
         _list(catalog.names(), as_json)
         if not models:
             raise SettingsError("expected a MODEL; above are the bundled ones")
         return
-    geometry = catalog.find(model, asked.kv_bytes_per_token)
+    if compare is not None and (asked.machine is not None or asked.described):
+        raise SettingsError("--compare names two machines itself; leave --machine and its words out")
+    headers = catalog.look(model)
+    machines = [asked.on()] if compare is None else [read_machine(file) for file in compare]
+    for decision in (decisions := [decided_on(headers.facts, machine) for machine in machines]):
+        if as_json and decision.refusals(skip_support_check):
+            typer.echo(json.dumps({"model": model, "served": False, "decision": decision.to_json()}))
+        refuse(decision, skip_support_check, as_json)
+    geometry = headers.geometry(asked.kv_bytes_per_token)
     if geometry_out is not None:
         _write(geometry_out, geometry.model_dump_json(indent=1) + "\n")
     if compare is not None:
-        if asked.machine is not None or asked.described:
-            raise SettingsError("--compare names two machines itself; leave --machine and its words out")
-        _compare(geometry, asked, compare, as_json)
+        _compare(geometry, asked, compare, machines, decisions, as_json)
         return
-    found = make_plan(_question(geometry, asked.on(), asked, corrections))
+    found = make_plan(_question(geometry, machines[0], asked, corrections))
     if plot is not None:
         _write(plot, plan_svg(found))
     if as_json:
-        typer.echo(json.dumps(to_json(found)))
+        typer.echo(json.dumps({**to_json(found), "decision": decisions[0].to_json()}))
     else:
+        _print(decisions[0].lines(skip_support_check))
         _print(report.lines(found))
         if explain:
             _print(["", *report.explanation(found)])
@@ -90,10 +104,18 @@ def _question(geometry: Geometry, machine: Machine, asked: Asked, corrections: P
     return Question(geometry, machine, asked.wanted(geometry), asked.workload, asked.engine, asked.draft, found, vllm)
 
 
-def _compare(geometry: Geometry, asked: Asked, files: tuple[Path, Path], as_json: bool) -> None:
-    plans = [make_plan(_question(geometry, read_machine(file), asked)) for file in files]
+def _compare(
+    geometry: Geometry,
+    asked: Asked,
+    files: tuple[Path, Path],
+    machines: list[Machine],
+    decisions: list[Decision],
+    as_json: bool,
+) -> None:
+    plans = [make_plan(_question(geometry, machine, asked)) for machine in machines]
     if as_json:
-        typer.echo(json.dumps([to_json(found) for found in plans]))
+        each = zip(plans, decisions, strict=True)
+        typer.echo(json.dumps([{**to_json(found), "decision": decision.to_json()} for found, decision in each]))
         return
     for file, found in zip(files, plans, strict=True):
         _print([f"{file}:", *(f"  {problem}" for problem in found.placement.problems)])

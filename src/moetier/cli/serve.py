@@ -9,8 +9,10 @@ from typing import Any
 
 import typer
 
+from moetier.cli.deciding import decision_first
 from moetier.cli.serving import options as given
 from moetier.cli.serving.options import Model, StoreFolder
+from moetier.cli.serving.place import console
 from moetier.cli.serving.planning import request_of
 from moetier.cli.serving.start import check_cpus, start
 from moetier.serve.command import ServeRequest, api_key_of
@@ -63,7 +65,8 @@ def serve(
         log_file=None if verbose else log_file or _state_folder() / f"serve-{port}.log",
         extra=tuple(context.args),
     )
-    request, notes = request_of(asked, values, context_reserve, longest_gap)
+    with decision_first(model, skip_support_check, console, asked.extra):
+        request, notes = request_of(asked, values, context_reserve, longest_gap)
     start(request, build, skip_support_check, as_json, explain, notes=notes)
 
 

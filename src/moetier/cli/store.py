@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from moetier.cli.deciding import decided_here, decision_first, proceed
+from moetier.cli.serving.options import SkipSupportCheck
 from moetier.errors import SettingsError
-from moetier.store.build import build_store
+from moetier.store.build import build_from
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.remote.build import build_remote
 from moetier.store.remote.hub import SCHEME
@@ -61,15 +63,23 @@ def build(
     ] = 0,
     keep_shards: Annotated[int, typer.Option(min=1, help="Shards of an hf:// source on disk at a time.")] = 4,
     threads: Threads = None,
+    skip_support_check: SkipSupportCheck = False,
     as_json: Json = False,
 ) -> None:
-    """Build the store of a checkpoint's routed experts."""
+    """Build the store of a checkpoint's routed experts.
+
+    Exit 2, before any expert is read, if it cannot be served here.
+    """
     if delete_source and (delete_source < 2 or not check or trim is None):
         raise SettingsError(
             "--delete-source deletes the checkpoint's weights for good: give it twice, with --check N (at least 1) and "
             "--trim FOLDER"
         )
-    freed = 0
+    freed, console = 0, Console(stderr=True)
+
+    def accept(found: Checkpoint) -> None:
+        proceed(decided_here(found.facts), skip_support_check, console)
+
     with progress_bar() as step:
         if checkpoint.startswith(SCHEME):
             if trim is None or deep or delete_source:
@@ -78,10 +88,21 @@ def build(
                     "neither --deep nor --delete-source"
                 )
             report = build_remote(
-                checkpoint, out, trim, keep=keep_shards, slices=slices, check=check, threads=threads, progress=step
+                checkpoint,
+                out,
+                trim,
+                keep=keep_shards,
+                slices=slices,
+                check=check,
+                threads=threads,
+                progress=step,
+                accept=accept,
             ).build
         else:
-            report = build_store(checkpoint, out, slices=slices, check=check, deep=deep, threads=threads, progress=step)
+            with decision_first(checkpoint, skip_support_check, console):
+                opened = Checkpoint.open(checkpoint)
+            accept(opened)
+            report = build_from(opened, out, slices=slices, check=check, deep=deep, threads=threads, progress=step)
             if trim is not None:
                 trim_checkpoint(Checkpoint.open(checkpoint), trim, step)
             if delete_source and trim is not None:

@@ -11,7 +11,6 @@ from typing import Annotated
 from pydantic import Field
 
 from moetier.doctor.facts import CPU, Answer, Fact, Gpu, Support
-from moetier.errors import UnsupportedModelError
 
 TABLE = Path(__file__).with_name("support.toml")
 
@@ -81,14 +80,3 @@ def known_model_types() -> tuple[str, ...]:
 def devices_of(gpus: tuple[Gpu, ...]) -> tuple[str | None, ...]:
     """What `check` wants to know of a machine's devices; without any it is the CPU."""
     return tuple(gpu.compute_capability for gpu in gpus) or (CPU,)
-
-
-def require(model_type: str, vllm: str, devices: tuple[str | None, ...]) -> tuple[Support, ...]:
-    """What is known for each kind of device; UnsupportedModelError where one is known to fail."""
-    found = tuple(check(model_type, vllm, device) for device in dict.fromkeys(devices))
-    for support in found:
-        if support.answer is Answer.FAILS:
-            raise UnsupportedModelError(
-                f"{support}; take another vLLM or device, or, if this one is mended, --skip-support-check"
-            )
-    return found

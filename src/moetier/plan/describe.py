@@ -7,13 +7,16 @@ import re
 
 from moetier.doctor.facts import Disk, DiskRate, DramRate, Gpu, GpuRate, Machine, Rates
 from moetier.errors import SettingsError
-from moetier.plan.cards import BY_SIZE, CARDS
-from moetier.plan.hardware import GIB, described_cpu, described_memory, dram_by_channels
+from moetier.plan.cards import CARDS, card_named, near_names, usual_card
+from moetier.plan.hardware import GIB, TAKEN_FOR, described_cpu, described_memory, dram_by_channels
 from moetier.vllm_arguments import NUMBER
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
 MOST_GPUS = 64
+KINDS = re.compile(r"(?:^|[^a-z0-9.])[0-9]{1,9}\s*x\s*[a-z0-9]|[,;+&]|\band\b", re.IGNORECASE)
+"""What begins a kind of card in a text, or stands between two."""
+SMALLEST, LARGEST = 2, 400
 RECORD = 16 << 20
 DESCRIBED_THREADS = 16
 
@@ -44,6 +47,11 @@ def gpus(text: str, pcie: str | None = None) -> tuple[Gpu, ...]:
     """4x32GB, 1xRTX5090, or none; pcie such as 5x16."""
     if text.strip().lower() in ("0", "none"):
         return ()
+    if len(KINDS.findall(text)) > 1:
+        raise SettingsError(
+            f"--gpus {text!r}: expected one kind of card, such as 4x32GB, found several; tensor parallelism wants "
+            "equal ones: plan for the equal ones alone"
+        )
     count, times, what = text.strip().partition("x")
     if not times or not NUMBER.fullmatch(count) or not 1 <= int(count) <= MOST_GPUS:
         raise SettingsError(f"--gpus {text!r}: expected such as 4x32GB, 1xRTX5090, or none")
@@ -64,17 +72,21 @@ def gpus(text: str, pcie: str | None = None) -> tuple[Gpu, ...]:
 
 def _gpu(what: str) -> tuple[str, int, str]:
     """Name, memory and compute capability."""
-    squeezed = re.sub(r"[^a-z0-9]", "", what.lower())
-    for card in sorted(CARDS, key=lambda card: -len(card.name)):
-        if re.sub(r"[^a-z0-9]", "", card.name.lower()) in squeezed:
-            return card.name, card.gib * GIB, card.capability
+    card = card_named(what)
+    if card is not None:
+        return card.name, card.gib * GIB, card.capability
     if _SIZE.fullmatch(what) is None:
-        known = ", ".join(card.name for card in CARDS)
-        raise SettingsError(f"--gpus: {what!r} is neither a size such as 32GB nor a card that we know: {known}")
+        near = near_names(what)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(c.name for c in CARDS)}"
+        raise SettingsError(
+            f"--gpus: {what!r} is neither a size such as 32GB nor a card that we know; {hint} Else give the size of "
+            "its memory, such as 1x32GB, and its rate with --gpu-rate"
+        )
     memory = size(what, "--gpus", memory=True)
-    near = min(BY_SIZE, key=lambda gib: abs(gib - memory / GIB))
-    usual = next(card for card in CARDS if card.name == BY_SIZE[near])
-    return f"{memory / GIB:g} GB card, taken for {usual.name}", memory, usual.capability
+    if not SMALLEST <= memory / GIB <= LARGEST:
+        raise SettingsError(f"--gpus: expected cards of {SMALLEST} to {LARGEST} GB, found {what!r}")
+    usual = usual_card(memory / GIB)
+    return f"{memory / GIB:g} GB{TAKEN_FOR}{usual.name}", memory, usual.capability
 
 
 def _pcie(text: str) -> tuple[int, int]:

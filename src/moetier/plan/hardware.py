@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from moetier.doctor.facts import Cpu, Gpu, Machine, Memory, Rates
 from moetier.errors import SettingsError
 from moetier.formats.record import RecordLayout
-from moetier.plan.cards import BY_SIZE, CARDS, Card
+from moetier.plan.cards import Card, card_named, usual_card
 
 GIB = 2**30
+TAKEN_FOR = " card, taken for "
+"""In the name of a card that is only described by its memory."""
 NO_GPU = "no GPU"
 """Why a rate of a device is known where there is none: something has to stand there."""
 MEASURED, STATED, NOMINAL, ASSUMED = 0.05, 0.10, 0.15, 0.30
@@ -81,7 +83,7 @@ def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardwar
     if len({round(gpu.memory_bytes / GIB) for gpu in gpus}) > 1:
         sizes = ", ".join(f"{gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
         raise SettingsError(f"expected GPUs of one size, found {sizes}; plan for the equal ones with --gpus")
-    card = _card(gpus[0]) if gpus else None
+    sheet = sheet_of(gpus[0]) if gpus else None
     dram = _dram_rate(rates, machine)
     cpu_rate, cpu_call = _cpu_rate(rates, dram, record)
     smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
@@ -91,9 +93,9 @@ def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardwar
         gpu_bytes=smallest,
         ram_bytes=machine.memory.limit_bytes,
         disk_bytes=machine.disk.free_bytes if machine.disk else None,
-        gpu_rate=_gpu_rate(rates, card),
-        gpu_ops=Known(card.tflops * 1e12 if card else 1e12, NOMINAL, f"data sheet of {card.name}" if card else NO_GPU),
-        link_rate=_link_rate(rates, gpus, card),
+        gpu_rate=_gpu_rate(rates, sheet),
+        gpu_ops=Known(sheet.card.tflops * 1e12, sheet.spread, str(sheet)) if sheet else Known(1e12, NOMINAL, NO_GPU),
+        link_rate=_link_rate(rates, gpus, sheet.card if sheet else None),
         dram_rate=dram,
         cpu_rate=cpu_rate,
         cpu_call=cpu_call,
@@ -103,23 +105,37 @@ def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardwar
     )
 
 
-def _card(gpu: Gpu) -> Card:
-    """The data sheet by name, else that of the size's usual card."""
-    squeezed = re.sub(r"[^a-z0-9]", "", gpu.name.lower())
-    named = [card for card in CARDS if re.sub(r"[^a-z0-9]", "", card.name.lower()) in squeezed]
-    if named:
-        return max(named, key=lambda card: len(card.name))
-    near = min(BY_SIZE, key=lambda size: abs(size - gpu.memory_bytes / GIB))
-    return next(card for card in CARDS if card.name == BY_SIZE[near])
+@dataclass(frozen=True)
+class Sheet:
+    """A device's data sheet. stands_in: why it is another card's, where the device's own is not known."""
+
+    card: Card
+    stands_in: str = ""
+
+    @property
+    def spread(self) -> float:
+        return ASSUMED if self.stands_in else NOMINAL
+
+    def __str__(self) -> str:
+        return f"data sheet of {self.card.name}{self.stands_in}"
 
 
-def _gpu_rate(rates: Rates, card: Card | None) -> Known:
-    if card is None:
+def sheet_of(gpu: Gpu) -> Sheet:
+    """The data sheet by name; of a card that is not known, that of its size's usual one, assumed and said so."""
+    named = card_named(gpu.name)
+    if named is not None:
+        return Sheet(named)
+    stands_in = "" if TAKEN_FOR in gpu.name else f", assumed: {gpu.name} is not known"
+    return Sheet(usual_card(gpu.memory_bytes / GIB), stands_in)
+
+
+def _gpu_rate(rates: Rates, sheet: Sheet | None) -> Known:
+    if sheet is None:
         return Known(1e9, 0.0, NO_GPU)
     if rates.device_copy:
         best = min(rate.bytes_per_s for rate in rates.device_copy)
         return Known(2 * best, MEASURED, "measured copies within the device, reads and writes counted")
-    return Known(card.gbps * COPY_SHARE * 1e9, NOMINAL, f"{COPY_SHARE:.0%} of the data sheet of {card.name}")
+    return Known(sheet.card.gbps * COPY_SHARE * 1e9, sheet.spread, f"{COPY_SHARE:.0%} of the {sheet}")
 
 
 def _link_rate(rates: Rates, gpus: tuple[Gpu, ...], card: Card | None) -> Known:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moetier.decision.decide import format_of, require_readable
+from moetier.decision.facts import TOKENIZER, WHOLE_TOKENIZER, Facts, TokenizerFiles
 from moetier.errors import CheckpointError
 from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
@@ -33,20 +35,50 @@ MAX_SHARDS = 4096
 EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 
 
+@dataclass(frozen=True)
+class Headers:
+    """What headers and config say of a model: the facts, whose geometry is worked out when it is asked for."""
+
+    name: str
+    source: str
+    facts: Facts
+    origin: Origin | None = None
+    shards: Shards | None = None
+    fetched: int = 0
+    """Bytes that came over the network for it."""
+
+    def geometry(self, kv_bytes_per_token: float | None = None) -> Geometry:
+        """CheckpointError where config.json and headers do not agree."""
+        require_readable(self.facts)
+        if self.origin is None and self.shards is not None:
+            check_layers(self.facts.config, self.shards)
+        return geometry_of(self.name, self.source, self.facts, kv_bytes_per_token, self.origin)
+
+
 def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geometry:
+    """Of a checkpoint on this machine."""
+    return folder_headers(folder).geometry(kv_bytes_per_token)
+
+
+def folder_headers(folder: Path) -> Headers:
     """Of a checkpoint on this machine."""
     config, _ = read_config(folder)
     shards, origin = Shards.open(folder), Origin.read(folder)
-    if origin is None:
-        check_layers(config, shards)
-    name = folder.resolve().name
-    return geometry_of(name, str(folder), config, shards.tensors.values(), kv_bytes_per_token, origin)
+    trimmed = (None, ()) if origin is None else (origin.source_format, origin.moe_layers)
+    facts = Facts(str(folder), config, shards.tensors, TokenizerFiles.read(folder), *trimmed)
+    return Headers(folder.resolve().name, str(folder), facts, origin, shards)
 
 
 def read_hub(
     source: str, kv_bytes_per_token: float | None = None, patience: Patience | None = None
 ) -> tuple[Geometry, int]:
     """Of hf://ORG/NAME[@REVISION], and the bytes that were fetched for it."""
+    found = hub_headers(source, patience)
+    return found.geometry(kv_bytes_per_token), found.fetched
+
+
+def hub_headers(source: str, patience: Patience | None = None) -> Headers:
+    """Of hf://ORG/NAME[@REVISION]."""
     repository = open_repository(source)
     fetcher = _Counting(Fetcher(repository.headers, patience))
     with tempfile.TemporaryDirectory(prefix="moetier-") as scratch:
@@ -56,6 +88,9 @@ def read_hub(
         files = choose_files(
             source, repository.files, lambda name: read_json(_small(fetcher, repository, name, folder))
         )
+        if _has(repository):
+            _small(fetcher, repository, TOKENIZER, folder)
+        tokenizer = replace(TokenizerFiles.read(folder), whole=WHOLE_TOKENIZER in repository.files)
     names = files.names
     if not 0 < len(names) <= MAX_SHARDS:
         raise CheckpointError(
@@ -65,9 +100,9 @@ def read_hub(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         shards = dict(zip(names, pool.map(lambda name: _header(fetcher, repository.files[name]), names), strict=True))
     lawful_shards = Shards(Path(source), files.index, lawful(source, files, shards), files.unread)
-    check_layers(config, lawful_shards)
     where, name = f"{SCHEME}{repository.name}@{repository.commit}", repository.name.rpartition("/")[2]
-    return geometry_of(name, where, config, lawful_shards.tensors.values(), kv_bytes_per_token), fetcher.fetched
+    facts = Facts(source, config, lawful_shards.tensors, tokenizer)
+    return Headers(name, where, facts, shards=lawful_shards, fetched=fetcher.fetched)
 
 
 class _Counting:
@@ -98,6 +133,12 @@ def _small(fetcher: _Counting, repository: Repository, name: str, folder: Path) 
     return path
 
 
+def _has(repository: Repository) -> bool:
+    """Whether there is a tokenizer_config.json that can be looked at."""
+    file = repository.files.get(TOKENIZER)
+    return file is not None and 0 < file.size <= MAX_JSON
+
+
 def _header(fetcher: _Counting, file: RemoteFile) -> Shard:
     """One shard by its header: what the first request brought is not asked for again."""
     first = fetcher.read(file, 0, min(FIRST_READ, file.size))
@@ -112,23 +153,23 @@ def _header(fetcher: _Counting, file: RemoteFile) -> Shard:
 def geometry_of(
     name: str,
     source: str,
-    config: dict[str, Any],
-    tensors: Iterable[Tensor],
+    facts: Facts,
     kv_bytes_per_token: float | None = None,
     origin: Origin | None = None,
 ) -> Geometry:
-    """Put config.json and headers together; CheckpointError where they do not agree.
+    """Put config.json and headers together; CheckpointError where they do not agree, or experts cannot be read.
 
     origin: of a trimmed checkpoint, whose experts are in a store and not among the tensors.
     """
-    tensors = list(tensors)
-    text = keys.text_config(config)
+    require_readable(facts)
+    config, tensors, text = facts.config, list(facts.tensors.values()), facts.text
     layers = keys.required(text, keys.LAYERS)
     hidden = keys.required(text, keys.HIDDEN)
     intermediate = keys.required(text, keys.INTERMEDIATE)
     experts, top_k = keys.required(text, keys.EXPERTS), keys.required(text, keys.TOP_K)
     if origin is None:
-        moe, formats = _routed(tensors, layers, experts, hidden * intermediate)
+        moe = _routed(tensors, layers, experts, hidden * intermediate)
+        formats = format_of(facts, facts.own_layers)
     else:
         moe, formats = sum(layer.number < layers for layer in origin.moe_layers), origin.source_format
     sorted_tensors = sort_tensors(tensors, layers)
@@ -153,13 +194,12 @@ def geometry_of(
     )
 
 
-def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tuple[int, str]:
-    """Number of the model's own layers with routed experts, and the experts' number formats.
+def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> int:
+    """Number of the model's own layers with routed experts.
 
     matrix: weights of one matrix of an expert; a layer must have three times that for each expert, at 4 to 32 bits.
     """
     sums: dict[str, int] = {}
-    formats: set[str] = set()
     for tensor in tensors:
         prefix, found, rest = tensor.name.partition(".experts.")
         if not found or _draft_name(prefix, layers):
@@ -171,10 +211,6 @@ def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tu
                 f"config.json says {experts} experts, but there is tensor {tensor.name}; it does not belong to these "
                 "weights"
             )
-        if len(tensor.shape) > 1 and "scale" not in rest and "bias" not in rest:
-            formats.add(_format(tensor))
-    if not sums:
-        raise CheckpointError("expected tensors of routed experts (*.experts.*), found none; this is no MoE model")
     weights = 3 * matrix * experts
     for prefix, size in sums.items():
         if not weights / 2 <= size <= weights * 4.5:
@@ -182,21 +218,7 @@ def _routed(tensors: list[Tensor], layers: int, experts: int, matrix: int) -> tu
                 f"{prefix}: expected {weights} weights of {experts} experts by config.json, found {size} bytes, which "
                 "is no number format; config.json does not belong to these weights"
             )
-    return len(sums), "+".join(sorted(formats))
-
-
-def _format(tensor: Tensor) -> str:
-    """What an expert's matrix is stored as, as its dtype tells."""
-    names = {
-        "BF16": "bf16",
-        "F16": "fp16",
-        "F32": "fp32",
-        "F8_E4M3": "fp8",
-        "I8": "mxfp4",
-        "U8": "4-bit",
-        "F4": "4-bit",
-    }
-    return names.get(tensor.dtype, "4-bit" if tensor.dtype in ("I32", "U32") else tensor.dtype.lower())
+    return len(sums)
 
 
 def _draft_name(prefix: str, layers: int) -> bool:

@@ -54,7 +54,7 @@ def stated(bytes_per_token: float) -> KvLayout:
 def _int(config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key, default)
     if type(value) is not int or not 0 <= value < 1 << 31:
-        raise CheckpointError(f"config.json: expected a whole number for {key}, found {value!r}")
+        raise CheckpointError(f"config.json: expected a whole number for {key}, found {value!r:.80}")
     return value
 
 
@@ -74,7 +74,9 @@ def _ratios(config: dict[str, Any], layers: int) -> list[int]:
         }
         ratios = [by_kind.get(kind) for kind in kinds]
     if not isinstance(ratios, list) or len(ratios) < layers or not all(type(r) is int and r >= 0 for r in ratios):
-        raise CheckpointError(f"config.json: expected a compress ratio for each of {layers} layers, found {ratios!r}")
+        raise CheckpointError(
+            f"config.json: expected a compress ratio for each of {layers} layers, found {ratios!r:.80}"
+        )
     return ratios[:layers]
 
 
@@ -110,7 +112,7 @@ def _deepseek_v41(config: dict[str, Any], layers: int) -> KvLayout:
     ratios = _ratios(config, layers)
     owners = config.get("kv_source_layer_ids")
     if not isinstance(owners, list) or not all(type(i) is int and 0 <= i < layers and ratios[i] for i in owners):
-        raise CheckpointError(f"config.json: expected numbers of layers in kv_source_layer_ids, found {owners!r}")
+        raise CheckpointError(f"config.json: expected numbers of layers in kv_source_layer_ids, found {owners!r:.80}")
     entries = sum(1 / ratios[i] for i in owners)
     return _compressed(config, layers, V41_ROW, entries, entries * INDEX_FP4)
 

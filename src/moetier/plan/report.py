@@ -77,7 +77,8 @@ def lines(plan: Plan) -> Iterator[str]:
         others = ", ".join(f"{name} {other.slots}" for name, other in plan.kv_formats.items())
         yield f"slots by KV format: {others}"
     if q.geometry.expert_format != "mxfp4":
-        yield f"experts are {q.geometry.expert_format}: {_requantized(q.geometry.expert_format)}"
+        lossy = "re-quantized to MXFP4 in the store, which is lossy (docs/store.md)"
+        yield f"experts are {q.geometry.expert_format}: {lossy}"
     yield from (f"support: {support}" for support in plan.support)
     yield from (f"assumed of the model: {fact}" for fact in q.geometry.assumed)
     if q.geometry.unclassified:
@@ -146,12 +147,6 @@ def explanation(plan: Plan) -> Iterator[str]:
         if known.why == NO_GPU:
             continue  # what stands in is no rate of anything
         yield f"  {name:15} {_amount(name, known.value):>12}  +-{known.spread:4.0%}  {known.why}"
-
-
-def _requantized(expert_format: str) -> str:
-    """What a store does to them. A geometry that says no more than "4-bit" may be of MXFP4."""
-    unless = ", unless they are MXFP4 already" if expert_format == "4-bit" else ""
-    return f"re-quantized to MXFP4 in the store, which is lossy{unless} (docs/store.md)"
 
 
 def _amount(name: str, value: float) -> str:

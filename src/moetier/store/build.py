@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.decision.decide import decide
 from moetier.errors import CheckpointError, StoreError
 from moetier.formats import RecordLayout
 from moetier.formats.requantize import Loss
@@ -66,12 +67,14 @@ def build_store(
     deep: bool = False,
     threads: int | None = None,
     progress: Report | None = None,
+    served: bool = True,
 ) -> BuildReport:
     """Build the store of a checkpoint's routed experts at `out_path`, or find that it is there already.
 
     slices cuts each expert for tensor parallelism. check re-reads that many random experts of each layer and compares
     every value with the checkpoint before the store gets its name. deep also records the hash of the checkpoint's
-    content. Memory: two records a thread and what the headers need.
+    content. served: RefusedError where the model could not be served from it on any machine (`moetier.decision`); False
+    builds all the same. Memory: two records a thread and what the headers need.
     """
     return build_from(
         Checkpoint.open(checkpoint_path),
@@ -81,6 +84,7 @@ def build_store(
         deep=deep,
         threads=threads,
         progress=progress,
+        served=served,
     )
 
 
@@ -93,9 +97,12 @@ def build_from(
     deep: bool = False,
     threads: int | None = None,
     progress: Report | None = None,
+    served: bool = True,
 ) -> BuildReport:
     """As `build_store`, from a checkpoint that is open."""
     start = time.monotonic()
+    if served:
+        decide(checkpoint.facts).require()
     build = _Build(checkpoint, Path(out_path).absolute(), slices, deep, threads or default_threads())
     existing = build.existing()
     if existing is None:

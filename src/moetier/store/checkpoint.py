@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moetier.decision.activation import family as family_of
+from moetier.decision.decide import require_readable
+from moetier.decision.facts import Facts, TokenizerFiles
 from moetier.errors import CheckpointError
 from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
 from moetier.store.experts import open_experts
 from moetier.store.layers import LeftOut
-from moetier.store.names import MoeLayer, find_layers, is_expert_tensor
+from moetier.store.names import MoeLayer, is_expert_tensor
 from moetier.store.origin import Origin
 from moetier.store.shards import Shards, Tensor, read_config, read_json
 from moetier.store.sources import Converted, LayerSource
@@ -58,15 +61,11 @@ class Checkpoint:
     @classmethod
     def whole(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards) -> Checkpoint:
         """A checkpoint with its experts, from its parts; raw are the bytes of config.json."""
-        layers = find_layers(shards.tensors, keys.size(keys.text_config(config), keys.LAYERS) or 0)
-        if not layers:
-            raise CheckpointError(
-                f"{folder} (model type {keys.model_type(config) or 'unknown'}) has no routed experts: expected tensors "
-                f"such as model.layers.N.mlp.experts.E.gate_proj.weight, found {min(shards.tensors, default='none')} "
-                "and others; moetier serves Mixture-of-Experts models, use vLLM as it is for this one"
-            )
-        opened = open_experts(config, shards, layers)
-        whole = cls(folder, config, shards, opened.layers, opened.sources, opened.geometry, keys.family(config), raw)
+        facts = Facts(str(folder), config, shards.tensors)
+        require_readable(facts)
+        opened = open_experts(config, shards, list(facts.layers))
+        family = family_of(config, (layer.number for layer in facts.own_layers))
+        whole = cls(folder, config, shards, opened.layers, opened.sources, opened.geometry, family, raw)
         return replace(whole, left_out=opened.left_out)
 
     @classmethod
@@ -79,7 +78,18 @@ class Checkpoint:
             )
         entry = origin.geometry
         geometry = LayerGeometry(entry.hidden, entry.intermediate, entry.experts, entry.top_k)
-        return cls(folder, config, shards, origin.moe_layers, (), geometry, keys.family(config), raw, origin)
+        hidden_layers = keys.size(keys.text_config(config), keys.LAYERS) or 0
+        family = family_of(config, (layer.number for layer in origin.moe_layers if layer.number < hidden_layers))
+        return cls(folder, config, shards, origin.moe_layers, (), geometry, family, raw, origin)
+
+    @property
+    def facts(self) -> Facts:
+        """What decides whether and how it is served."""
+        left_out = tuple(f"{one.number}: {one.reason}" for one in self.left_out)
+        facts = Facts(str(self.path), self.config, self.tensors, TokenizerFiles.read(self.path), left_out=left_out)
+        if self.origin is None:
+            return facts
+        return replace(facts, trimmed_format=self.origin.source_format, trimmed_layers=self.origin.moe_layers)
 
     @property
     def model_type(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from moetier.errors import CheckpointError
-from moetier.formats import Family
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Where multimodal models keep the config of their language model."""
@@ -13,7 +12,10 @@ EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_expe
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
 HIDDEN = ("hidden_size", "dim")
 INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_inter_dim", "intermediate_size")
-LAYERS = ("num_hidden_layers", "n_layers")
+LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+LARGEST = {EXPERTS: 1 << 16, TOP_K: 1 << 16, HIDDEN: 1 << 20, INTERMEDIATE: 1 << 20, LAYERS: 9_999}
+"""The largest value of a size that is believed: far beyond every model, and small enough to count with."""
+LARGEST_OTHER = (1 << 31) - 1
 DRAFT_LAYERS = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
@@ -43,15 +45,26 @@ def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of the keys that config.json has, as a positive integer; None if it has none."""
+    """The first of the keys that config.json has, as a positive integer of bounded size; None if it has none."""
     for key in keys:
         value = config.get(key)
         if value is None:
             continue
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"config.json: expected a positive integer for {key}, found {value!r}")
+            raise CheckpointError(f"config.json: expected a positive integer for {key}, found {value!r:.80}")
+        most = LARGEST.get(keys, LARGEST_OTHER)
+        if value > most:
+            raise CheckpointError(
+                f"config.json: expected at most {most:,} for {key}, found {_digits(value)}, which no model has; "
+                "config.json does not belong to these weights: download it again"
+            )
         return value
     return None
+
+
+def _digits(value: int) -> str:
+    """A number in a few characters, however large it is."""
+    return f"{value:,}" if value < 10**15 else f"a number of {len(str(value))} digits"
 
 
 def required(config: dict[str, Any], keys: tuple[str, ...]) -> int:
@@ -59,8 +72,8 @@ def required(config: dict[str, Any], keys: tuple[str, ...]) -> int:
     value = size(config, keys)
     if value is None:
         raise CheckpointError(
-            f"config.json: expected one of {', '.join(keys)}, found none; "
-            "the model is no Mixture-of-Experts model or of an unknown family"
+            f"config.json: expected one of {', '.join(keys)}, found none; moetier does not know the config.json of "
+            "this family yet: serve it with vLLM as it is if it fits"
         )
     return value
 
@@ -68,14 +81,3 @@ def required(config: dict[str, Any], keys: tuple[str, ...]) -> int:
 def model_type(config: dict[str, Any]) -> str:
     """model_type of the language model; "" if config.json has none."""
     return str(text_config(config).get("model_type") or config.get("model_type") or "")
-
-
-def family(config: dict[str, Any]) -> Family:
-    """Clamp and place of the route weight."""
-    limit = text_config(config).get("swiglu_limit")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 2**100):
-        raise CheckpointError(f"config.json: expected a positive number for swiglu_limit, found {limit!r}")
-    return Family(
-        swiglu_limit=None if limit is None else float(limit),
-        route_weight_before_down=model_type(config).startswith(ROUTE_WEIGHT_BEFORE_DOWN),
-    )

@@ -91,7 +91,7 @@ def announced_drafts(config: dict[str, Any]) -> int | None:
         if value is None:
             continue
         if type(value) is not int or not 0 <= value <= MOST_DRAFTS:
-            raise CheckpointError(f"config.json: expected 0 to {MOST_DRAFTS} for {key}, found {value!r}")
+            raise CheckpointError(f"config.json: expected 0 to {MOST_DRAFTS} for {key}, found {value!r:.80}")
         return value
     return None
 

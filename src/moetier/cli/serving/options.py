@@ -68,7 +68,11 @@ LogFile = Annotated[
     Path | None, typer.Option(help="Where vLLM's own log goes (default: serve-PORT.log in the user's state folder).")
 ]
 SkipSupportCheck = Annotated[
-    bool, typer.Option("--skip-support-check", help="Start although this model is known to fail under this vLLM.")
+    bool,
+    typer.Option(
+        "--skip-support-check",
+        help="Go on although this vLLM does not know the model, or is known to fail with it here.",
+    ),
 ]
 Explain = Annotated[
     bool, typer.Option("--explain", help="Before starting, say what was derived and what a step is expected to take.")

@@ -11,12 +11,11 @@ from rich.status import Status
 from rich.text import Text
 
 from moetier import machine
+from moetier.cli.deciding import decided_here, proceed, unknown_support
 from moetier.cli.serving.explain import explain as explanation
 from moetier.cli.serving.place import check_drafter, console, open_store, place, show
-from moetier.doctor.facts import CPU, Answer
-from moetier.doctor.probe.gpu import probe_gpus
-from moetier.doctor.support import devices_of, require
-from moetier.errors import SettingsError
+from moetier.decision.decide import Decision
+from moetier.errors import RefusedError, SettingsError
 from moetier.kernels.cpu import ThreadPool
 from moetier.kernels.cpu.isa import choose_isa
 from moetier.serve import launcher
@@ -42,10 +41,12 @@ def start(
     settings, model = request.settings, request.model
     check_reachable_only_with_key(request)
     check_cpus(settings)
-    _, vllm = launcher.vllm_distribution()
+    launcher.vllm_distribution()
     checkpoint = Checkpoint.open(model)
+    decision = decided_here(checkpoint.facts, request.extra)
+    require_served(decision, skip_support_check)
     if not skip_support_check:
-        _check_support(checkpoint.model_type, vllm)
+        unknown_support(decision, console)
     launcher.check_port(request.host, request.port)
     _check_new(settings.record_trace)
     opened = open_store(checkpoint, settings.store, build)
@@ -102,12 +103,12 @@ def _check_new(path: Path | None) -> None:
         raise SettingsError(f"{path} exists already; name a new file for the trace")
 
 
-def _check_support(model_type: str, vllm: str) -> None:
-    """UnsupportedModelError where the table knows of a failure; one line where nothing is known."""
-    devices = (CPU,) if launcher.runs_on_cpu() else devices_of(probe_gpus())
-    for support in require(model_type, vllm, devices):
-        if support.answer is Answer.UNKNOWN:
-            console.print(f"support: {support}", soft_wrap=True, markup=False, highlight=False)
+def require_served(decision: Decision, skip: bool) -> None:
+    """RefusedError where the model is not served, or lacks an argument that it needs."""
+    proceed(decision, skip, console)
+    needs = decision.conditions()
+    if needs:
+        raise RefusedError(f"{decision.name} {needs[0]}")
 
 
 def _run(request: ServeRequest, cpus: tuple[int, ...], on_ready: Callable[[], None] | None) -> float | None:

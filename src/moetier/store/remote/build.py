@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,10 +47,12 @@ def build_remote(
     threads: int | None = None,
     patience: Patience | None = None,
     progress: Report | None = None,
+    accept: Callable[[Checkpoint], None] | None = None,
 ) -> RemoteReport:
     """Build the store `out` and the trimmed checkpoint `trimmed` of hf://ORG/NAME, with at most `keep` shards on disk.
 
     Killed, the same call resumes: layers that are whole, files that were trimmed and what was fetched of a shard stay.
+    accept: called with the headers, before any weight is fetched; what it raises ends the build.
     """
     repository = open_repository(source)
     out, trimmed = out.absolute(), trimmed.absolute()
@@ -58,6 +61,8 @@ def build_remote(
     with locked_folder(download, LOCK), locked_folder(partial, LOCK):
         folder = _small_files(repository, fetcher, download)
         checkpoint, cache = _open(repository, fetcher, folder, keep, progress)
+        if accept is not None:
+            accept(checkpoint)
         done = is_there(checkpoint, trimmed)
         if not done:
             with store_errors(f"{partial} cannot be written"):

@@ -1,0 +1,55 @@
+"""What a row of the table is, and what it looks at beside the checkpoint's facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moetier.decision.facts import Facts
+from moetier.decision.installed import Installed
+
+
+class Level(StrEnum):
+    """What a finding means."""
+
+    REFUSES = "refuses"
+    CONDITION = "condition"
+    """Serving needs an argument for vLLM; everything before it goes on."""
+    NO_DRAFTER = "no drafter"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where it would be served."""
+
+    vllm: Installed | None = None
+    devices: tuple[str | None, ...] = ()
+    """"cpu" or compute capabilities; empty: no matter where."""
+    arguments: tuple[str, ...] = ()
+    """What is passed on to vLLM."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a row found, as a sentence that begins with the checkpoint's name; remedy is what to do."""
+
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    reads: experts cannot even be read. tensors: the row looks at headers. overridable: by --skip-support-check.
+    """
+
+    id: str
+    about: str
+    find: Callable[[Facts, Here], Iterator[Found]]
+    level: Level = Level.REFUSES
+    reads: bool = False
+    tensors: bool = False
+    overridable: bool = False
