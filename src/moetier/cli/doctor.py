@@ -41,12 +41,12 @@ def doctor(
         raise typer.BadParameter("measure, or take rates from a file: not both", param_hint="--rates")
     if measure:
         found, unsaved = examine_and_measure(
-            disk, shape, lambda line: console.print(f"measuring: {line}", highlight=False)
+            disk, shape, lambda line: console.print(f"measuring: {line}", markup=False, highlight=False)
         )
     else:
         found = examine(disk, rates)
     if as_json:
-        typer.echo(found.to_json())
+        print(found.to_json())
     else:
         _show(found, Console())
     if unsaved is not None:

@@ -66,7 +66,7 @@ def plan(
     if plot is not None:
         _write(plot, plan_svg(found))
     if as_json:
-        typer.echo(json.dumps(to_json(found)))
+        print(json.dumps(to_json(found)))
     else:
         _print(report.lines(found))
         if explain:
@@ -93,7 +93,7 @@ def _question(geometry: Geometry, machine: Machine, asked: Asked, corrections: P
 def _compare(geometry: Geometry, asked: Asked, files: tuple[Path, Path], as_json: bool) -> None:
     plans = [make_plan(_question(geometry, read_machine(file), asked)) for file in files]
     if as_json:
-        typer.echo(json.dumps([to_json(found) for found in plans]))
+        print(json.dumps([to_json(found) for found in plans]))
         return
     for file, found in zip(files, plans, strict=True):
         _print([f"{file}:", *(f"  {problem}" for problem in found.placement.problems)])
@@ -102,11 +102,11 @@ def _compare(geometry: Geometry, asked: Asked, files: tuple[Path, Path], as_json
 
 def _list(names: tuple[str, ...], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps([catalog.bundled(name).model_dump() for name in names]))
+        print(json.dumps([catalog.bundled(name).model_dump() for name in names]))
         return
     for name in names:
         g = catalog.bundled(name)
-        typer.echo(
+        print(
             f"{name:22} {g.moe_layers} MoE layers of {g.experts} experts, top-{g.top_k}, "
             f"{g.parts.total / 2**30:.0f} GiB ({g.expert_format})"
         )
@@ -114,7 +114,7 @@ def _list(names: tuple[str, ...], as_json: bool) -> None:
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        typer.echo(line)
+        print(line)
 
 
 def _write(path: Path, text: str) -> None:
