@@ -175,6 +175,12 @@ def test_whatever_changes_the_code_changes_the_key(
     pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
     from moetier.kernels.gpu import nvrtc
 
+    try:
+        nvrtc.compile_source("one.cu", {}, "sm_00")
+    except nvrtc.KernelBuildError:
+        pass  # there is no such target; the library is here
+    except RuntimeError as error:
+        pytest.skip(f"NVRTC is not found: {error}")
     sources = tmp_path / "cuda"
     sources.mkdir()
     (sources / "a.cu").write_text('#include "b.cuh"\nextern "C" __global__ void f(float *x) { x[0] = VALUE; }\n')
