@@ -1,6 +1,7 @@
 // What a CPU instruction set must provide, and the one table of those that this build and this machine offer.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -45,6 +46,10 @@ struct Activation {
 
 inline constexpr std::size_t kNever = ~std::size_t{0};
 
+// Reads `bytes` (a multiple of 64) and gives their sum as words.
+using Read = std::uint64_t (*)(const std::uint8_t *data, std::size_t bytes);
+inline constexpr std::size_t kReadWays = 4;
+
 // The kernels of one instruction set. All give the bits of the contract; none allocates, throws or keeps state.
 struct Kernels {
   const char *name;
@@ -59,8 +64,8 @@ struct Kernels {
   void (*accumulate)(const float *y, float weight, float *acc);
   // 32 float32 -> bf16 bits.
   void (*to_bf16)(const float *acc, std::uint16_t *out);
-  // For measuring the machine: reads `bytes` (a multiple of 64) and gives their sum as words.
-  std::uint64_t (*read)(const std::uint8_t *data, std::size_t bytes);
+  // For measuring the machine: ways to read, of which the machine has a fastest.
+  std::array<Read, kReadWays> read;
   // For measuring the machine: the tile's own multiply-adds without memory, `rounds` times; how many operations a round
   // is.
   std::size_t (*multiply)(std::size_t rounds);

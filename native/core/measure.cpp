@@ -19,14 +19,14 @@ double seconds_since(Clock::time_point start) {
 
 } // namespace
 
-double read_rate(ThreadPool &pool, const Kernels &kernels, std::span<const std::uint8_t> memory) {
+double read_rate(ThreadPool &pool, const Kernels &kernels, std::size_t way, std::span<const std::uint8_t> memory) {
   const std::size_t bytes = memory.size() / 64 * 64;
   std::atomic<std::size_t> next{0};
   std::atomic<std::uint64_t> sum{0};
   const Clock::time_point start = Clock::now();
   pool.run([&](int) {
     for (std::size_t at; (at = next.fetch_add(kPiece, std::memory_order_relaxed)) < bytes;) {
-      sum.fetch_add(kernels.read(memory.data() + at, std::min(kPiece, bytes - at)), std::memory_order_relaxed);
+      sum.fetch_add(kernels.read[way](memory.data() + at, std::min(kPiece, bytes - at)), std::memory_order_relaxed);
     }
   });
   return static_cast<double>(bytes) / seconds_since(start);

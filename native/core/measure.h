@@ -10,8 +10,9 @@
 
 namespace moetier {
 
-// Bytes a second at which the pool reads `memory` once; it should be larger than every cache.
-double read_rate(ThreadPool &pool, const Kernels &kernels, std::span<const std::uint8_t> memory);
+// Bytes a second at which the pool reads `memory` once in one of the kernel set's ways, 0 to kReadWays - 1; it should
+// be larger than every cache.
+double read_rate(ThreadPool &pool, const Kernels &kernels, std::size_t way, std::span<const std::uint8_t> memory);
 
 // Integer operations (a multiply and an add are two) a second of all threads at once, without memory.
 double multiply_rate(ThreadPool &pool, const Kernels &kernels);

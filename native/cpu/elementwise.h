@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "core/kernels.h"
+#include "cpu/reading.h"
 
 namespace moetier {
 namespace {
@@ -138,18 +139,6 @@ void to_bf16(const float *acc, std::uint16_t *out) {
     const std::uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
     out[i] = static_cast<std::uint16_t>((static_cast<std::int32_t>(bits) & kAbsMask) >= kInfinity ? 0x7FC0U : rounded);
   }
-}
-
-std::uint64_t read(const std::uint8_t *data, std::size_t bytes) {
-  std::uint64_t sums[8] = {};
-  for (std::size_t at = 0; at < bytes; at += 64) {
-    std::uint64_t line[8];
-    std::memcpy(line, data + at, sizeof line);
-    for (std::size_t i = 0; i < 8; ++i) sums[i] += line[i];
-  }
-  std::uint64_t total = 0;
-  for (std::uint64_t sum : sums) total += sum;
-  return total;
 }
 
 } // namespace

@@ -108,13 +108,15 @@ NB_MODULE(_native, module) {
 
   module.def(
       "read_rate",
-      [](moetier::ThreadPool &pool, const std::string &isa, const ConstArray &memory) {
+      [](moetier::ThreadPool &pool, const std::string &isa, std::size_t way, const ConstArray &memory) {
         const moetier::Kernels &kernels = kernels_named(isa);
         const std::span<const std::uint8_t> bytes = as_span<std::uint8_t>(memory);
+        if (way >= moetier::kReadWays) throw nb::value_error("way: expected 0 to READ_WAYS - 1");
         nb::gil_scoped_release unlocked;
-        return moetier::read_rate(pool, kernels, bytes);
+        return moetier::read_rate(pool, kernels, way, bytes);
       },
-      nb::arg("pool"), nb::arg("isa"), nb::arg("memory"));
+      nb::arg("pool"), nb::arg("isa"), nb::arg("way"), nb::arg("memory"));
+  module.attr("READ_WAYS") = moetier::kReadWays;
   module.def(
       "multiply_rate",
       [](moetier::ThreadPool &pool, const std::string &isa) {

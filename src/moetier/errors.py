@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from moetier.visible import bounded, visible
+
 
 class MoetierError(Exception):
     """Something that the user can put right. The text says what was expected, what was found and what to do.
 
-    The command line prints it in one piece and exits with `exit_code`.
+    The command line prints it in one piece and exits with `exit_code`. Its text may be shown anywhere: what files,
+    servers and names brought into it is made visible.
     """
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return bounded(visible(super().__str__()))
 
 
 class CheckpointError(MoetierError):

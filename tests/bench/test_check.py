@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moetier.bench import BenchError
-from moetier.bench.check import check_folder, problems
+from moetier.bench.check import check_file, check_folder, problems
 from moetier.bench.documents import sha256_of
 from moetier.bench.provenance import git_blob, stated
 from moetier.bench.result import SUMS, Result, Section, cells_of, listed, tier_cells, to_text, write_result
@@ -187,9 +187,20 @@ def shrunk(state: dict[str, Any]) -> None:
         state[counters] = {"vllm:prompt_tokens_total": value}
 
 
+PAGES = {"at": 0.0, "rss_mib": 1.0, "pss_mib": 2.0}
+CACHED = {"vllm:prefix_cache_hits_total": 5.0, "vllm:prefix_cache_queries_total": 4.0}
+HITS = {"moetier_hits_total": 5.0, "moetier_pairs_total": 4.0}
+
+
+def instant(state: dict[str, Any]) -> None:
+    """As many tokens at once as no stream brings."""
+    stream = stream_of(state)
+    stream.update(end=stream["sent"], gaps_us=[0], tokens=[10**6], completion_tokens=10**6)
+
+
 IMPOSSIBLE: dict[str, tuple[Edit, str]] = {
-    "negative seconds": (lambda s: trial_of(s).update(seconds=-1.0), "less than no time"),
-    "negative energy": (lambda s: trial_of(s).update(joules=-1.0), "less than no time, no energy"),
+    "negative seconds": (lambda s: trial_of(s).update(seconds=-1.0), "decode: raw.trials.seconds -1"),
+    "negative energy": (lambda s: trial_of(s).update(joules=-1.0), "decode: raw.trials.joules -1"),
     "an end before the beginning": (lambda s: stream_of(s).update(end=-0.5), "and ended at -0.5 s"),
     "sent before it was due": (lambda s: stream_of(s).update(due=0.5), "due at 0.5 s was sent at"),
     "tokens after the end": (lambda s: stream_of(s)["gaps_us"].append(9 * 10**6), "or after its end"),
@@ -202,7 +213,26 @@ IMPOSSIBLE: dict[str, tuple[Edit, str]] = {
     "a trial of another label": (lambda s: trial_of(s).update(label="C3"), "found 1"),
     "a probe quicker than its trials": (lambda s: section(s, 0).update(seconds=0.0) or slow(s), "in 0.0 s"),
     "a run quicker than its probes": (lambda s: section(s, 1).update(seconds=900.0), "of a run of 60 s"),
-    "a start of no time": (lambda s: s["served"].update(start_seconds=[-1.0]), "a start took less than no time"),
+    "a start of no time": (lambda s: s["served"].update(start_seconds=[-1.0]), "served.start_seconds -1"),
+    "a start longer than the run": (lambda s: s["served"].update(start_seconds=[99.0]), "a start took 99 s of a run"),
+    "a probe of no time": (lambda s: section(s, 1).update(seconds=-1.0), "prefill: seconds -1"),
+    "a run backwards": (lambda s: s.update(finished="2026-01-02T03:04:00Z"), "it ended 5 s before it began"),
+    "an idle server of no CPU": (lambda s: s["served"].update(idle_cpus=-0.5), "served.idle_cpus -0.5"),
+    "a negative load": (lambda s: s["load"].update(others=-0.1), "load.others -0.1"),
+    "a negative counter": (lambda s: s.update(counters_before={"a": -2.0}), "counters before.a -2"),
+    "a negative count of a trial": (lambda s: trial_of(s).update(counters={"a": -2.0}), "raw.trials.counters.a -2"),
+    "more CPUs than there are": (lambda s: trial_of(s).update(foreign_cpus=9e9), "CPUs were used of"),
+    "more without shared pages": (lambda s: s["served"].update(footprint=PAGES), "2 MiB without what is shared, 1"),
+    "more records than there are": (
+        lambda s: s["served"].update(placed={"DRAM": 9, "all": 8}),
+        "more records in a tier",
+    ),
+    "more cached than asked for": (lambda s: s.update(counters_after=CACHED), "grew by 5, of which it is a part"),
+    "more hits than pairs in a trial": (
+        lambda s: trial_of(s).update(counters=HITS),
+        "grew by 5, of which it is a part",
+    ),
+    "tokens in no time": (instant, "tokens in 0 s: more than anything makes"),
     "counters that fall": (shrunk, "a counter fell"),
 }
 
@@ -222,6 +252,21 @@ def test_what_cannot_have_been_measured_is_found_with_every_cell_and_hash_made_a
     result = result.model_copy(update={"sections": tuple(sections), "boot": boot}).sealed()
     wrong = list(problems(to_text(result).encode(), result))
     assert any(said in line for line in wrong), wrong
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("where", ["trial", "answer"])
+def test_what_is_no_number_is_no_result(where: str, number: str, tmp_path: Path) -> None:
+    state = json.loads(to_text(made()))
+    if where == "trial":
+        trial_of(state).update(seconds=12345.0)
+    else:
+        answer = {"task": "a", "id": 1, "digest": "0", "thinking": False, "seconds": 12345.0}
+        section(state, 0)["raw"]["answers"] = [answer]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(state).replace("12345.0", number))
+    wrong = check_file(path)[1]
+    assert any("finite number" in line or "a number that is none" in line for line in wrong), wrong
 
 
 def cells_again(part: Section) -> tuple[Cell, ...]:

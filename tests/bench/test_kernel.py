@@ -7,6 +7,7 @@ import json
 import pytest
 
 from moetier.bench import kernel
+from moetier.bench.kernel import ImpossibleRateError, Row, possible
 from moetier.errors import SettingsError
 from moetier.formats import LayerGeometry
 from moetier.kernels.cpu import available_isas
@@ -65,3 +66,54 @@ def test_fewer_experts_where_memory_is_short(monkeypatch):
     monkeypatch.setattr(kernel, "MEMORY_SHARE", 1e-9)
     with pytest.raises(SettingsError, match="memory"):
         kernel.bench_kernel("4096,2048,256,6")
+
+
+def row(**changes):
+    good = {
+        "M": 1, "isa": "avx2", "threads": 1, "us": 10.0, "gbps": 9.0, "gops": 5.0, "read_gbps": 10.0,
+        "peak_gops": 100.0, "ratio_to_limit": 0.9,
+    }  # fmt: skip
+    return Row(**{**good, **changes})
+
+
+def test_a_figure_up_to_a_twentieth_above_its_limit_can_be():
+    assert possible(row(ratio_to_limit=1.05)).ratio_to_limit == 1.05
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ratio_to_limit": 1.06}, {"ratio_to_limit": 2.6}, {"us": -1.0}, {"gbps": float("nan")}, {"gops": float("inf")},
+     {"ratio_to_limit": float("nan")}],
+    ids=["1.06", "2.6", "negative", "nan", "infinite", "no-ratio"],
+)  # fmt: skip
+def test_a_figure_that_cannot_be_is_refused(changes):
+    with pytest.raises(ImpossibleRateError, match=r"expected at most 1\.05 of the nearer limit"):
+        possible(row(**changes))
+
+
+def test_a_limit_measured_too_low_is_measured_again_and_then_refused(monkeypatch):
+    """Reads of a thousandth of the truth, as a wrong loop once gave a third; nothing of the row is reported."""
+    seen, read, calls = [], kernel.read_bandwidth, []
+
+    def slow(pool, memory, way):
+        calls.append(way)
+        return read(pool, memory, way) / 1000
+
+    monkeypatch.setattr(kernel, "read_bandwidth", slow)
+    with pytest.raises(ImpossibleRateError, match="in each of 3 attempts"):
+        kernel.bench_kernel("512,512,8,2", threads=[1], tokens=[1], report=seen.append)
+    assert not seen
+    assert len(calls) == kernel.ATTEMPTS * kernel.FEWEST_CALLS
+
+
+def test_one_slow_reading_among_good_ones_is_no_limit(monkeypatch):
+    """The machine was slow in most readings of the memory: the best of the interleaved ones counts."""
+    read, calls = kernel.read_bandwidth, []
+
+    def mostly_slow(pool, memory, way):
+        calls.append(way)
+        return read(pool, memory, way) * (1 if len(calls) % 4 == 0 else 1e-6)
+
+    monkeypatch.setattr(kernel, "read_bandwidth", mostly_slow)
+    (found,) = kernel.bench_kernel("64,64,8,2", threads=[1], tokens=[1])["rows"]
+    assert 0 < found["ratio_to_limit"] <= kernel.MOST_OF_LIMIT

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moetier.doctor.examine import examine
+from moetier.doctor.facts import DramRate, KernelRate, Machine, Rates, hardware_identity
 from moetier.doctor.machine_file import read_machine
 
 COMMAND = str(Path(sys.executable).with_name("moetier"))
@@ -32,7 +33,9 @@ def test_json_is_what_plan_reads(tmp_path: Path) -> None:
     out, _ = run("--json", "--disk", tmp_path, cache=tmp_path)
     (tmp_path / "machine.json").write_text(out)
     found, here = read_machine(tmp_path / "machine.json"), examine(tmp_path)
-    assert (found.identity, found.cpu, found.numa, found.gpus) == (here.identity, here.cpu, here.numa, here.gpus)
+    assert (found.cpu, found.gpus) == (here.cpu, here.gpus)
+    assert [(node.node, node.cpus) for node in found.numa] == [(node.node, node.cpus) for node in here.numa]
+    assert found.identity == hardware_identity(found.cpu, found.memory, found.gpus)  # a virtual machine's memory grows
     assert found.disk is not None
     assert found.disk.path == str(tmp_path)
     assert {"moetier", "python", "kernel"} <= set(found.software)
@@ -45,10 +48,33 @@ def test_for_people(tmp_path: Path) -> None:
         assert f"\n{about}" in f"\n{out}"
 
 
-def test_a_broken_thing_is_exit_code_1(tmp_path: Path) -> None:
-    identity = json.loads(run("--json", cache=tmp_path)[0])["identity"]
+def identities(machine: Machine) -> set[str]:
+    """Of this machine, also if its memory grows or shrinks by up to two GiB before it is looked at again."""
+    sizes = (machine.memory.total_bytes + gib * 2**30 for gib in range(-2, 3))
+    memories = (machine.memory.model_copy(update={"total_bytes": size}) for size in sizes)
+    return {hardware_identity(machine.cpu, memory, machine.gpus) for memory in memories}
+
+
+def test_rates_that_cannot_be_are_broken_and_measured_anew(tmp_path: Path) -> None:
+    """What an earlier version measured without AVX-512, and the advice that is given."""
+    here = examine(tmp_path)
+    kernel = KernelRate(
+        isa="avx2", threads=1, hidden=4096, intermediate=2048, tokens=512, experts=128.0, seconds=0.1,
+        bytes_per_s=8.1e9, ops_per_s=1e9, peak_ops_per_s=1e12,
+    )  # fmt: skip
     (tmp_path / "moetier").mkdir()
-    (tmp_path / f"moetier/rates-{identity}.json").write_text("[]")
+    for identity in identities(here):
+        rates = Rates(identity=identity, dram_read=(DramRate(threads=1, bytes_per_s=4e9),), kernel=(kernel,))
+        (tmp_path / f"moetier/rates-{identity}.json").write_text(rates.model_dump_json())
+    out, _ = run(cache=tmp_path, code=1)
+    assert "one of them was measured wrongly" in out
+    assert "remedy: moetier doctor --measure" in out
+
+
+def test_a_broken_thing_is_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "moetier").mkdir()
+    for identity in identities(examine(tmp_path)):
+        (tmp_path / f"moetier/rates-{identity}.json").write_text("[]")
     out, _ = run(cache=tmp_path, code=1)
     assert "broken because" in out
     assert "remedy: moetier doctor --measure writes them anew" in out

@@ -17,7 +17,7 @@ from moetier.bench import kernel as bench
 from moetier.doctor import cache, judge_rates
 from moetier.doctor.cache import for_disk, load_rates, rates_file, save_rates, with_disks_of
 from moetier.doctor.examine import examine, examine_and_measure
-from moetier.doctor.facts import Disk, DiskRate, DramRate, Rates, Verdict
+from moetier.doctor.facts import Disk, DiskRate, DramRate, KernelRate, Rates, Verdict
 from moetier.doctor.machine_file import read_machine
 from moetier.doctor.measure import cpu as cpu_measure
 from moetier.doctor.measure import disk as disk_measure
@@ -316,3 +316,32 @@ def test_a_damaged_cache_is_a_finding(tmp_path: Path) -> None:
     (broken,) = [finding for finding in examine(tmp_path).findings if finding.verdict is Verdict.BROKEN]
     assert path.name in broken.text
     assert broken.remedy == "moetier doctor --measure writes them anew"
+
+
+def kernel_rate(**changes: float) -> KernelRate:
+    good = {"threads": 2, "hidden": 4096, "intermediate": 2048, "tokens": 512, "experts": 128.0, "seconds": 0.1}
+    speeds = {"bytes_per_s": 9e9, "ops_per_s": 5e9, "peak_ops_per_s": 1e11}
+    return KernelRate.model_validate({"isa": "avx2", **good, **speeds, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"bytes_per_s": 2.6e10}, "bytes a second"), ({"bytes_per_s": 1.06e10}, "bytes a second"),
+     ({"ops_per_s": 1.06e11}, "operations a second"), ({"bytes_per_s": 1.05e10}, None), ({"threads": 1}, None),
+     ({"bytes_per_s": 2.6e10, "experts": 8.0}, None)],
+    ids=["2.6 of reads", "1.06 of reads", "1.06 of the peak", "1.05", "threads without a reading", "in a cache"],
+)  # fmt: skip
+def test_a_rate_above_its_limit_is_used_by_nobody(
+    changes: dict[str, float], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file, and from the cache, where an earlier version may have left it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    reads = (DramRate(threads=2, bytes_per_s=1e10),)
+    rates = Rates(identity="0" * 16, dram_read=reads, kernel=(kernel_rate(**changes),))
+    path = save_rates(rates)
+    for file in (None, path):
+        if said is None:
+            assert load_rates(rates.identity, file) == rates
+        else:
+            with pytest.raises(SettingsError, match=f"{said}.*measure anew: moetier doctor --measure"):
+                load_rates(rates.identity, file)

@@ -5,6 +5,7 @@ Memory bounds few tokens and arithmetic many: a row's `ratio_to_limit` says whic
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import time
@@ -17,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier import machine
-from moetier.errors import SettingsError
+from moetier.errors import MoetierError, SettingsError
 from moetier.formats import Family, LayerGeometry, RecordLayout
-from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas, integer_peak, read_bandwidth
+from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas, fastest_read, integer_peak, read_bandwidth
+from moetier.kernels.cpu.measure import ReadWay
 
 SHAPES = {
     "v4-flash": LayerGeometry(4096, 2048, 256, 6),
@@ -32,8 +34,17 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 SECONDS_PER_ROW = 1.0
 FEWEST_CALLS = 7
 READS_PER_ROW = 20
+MOST_OF_LIMIT = 1.05
+"""A ratio above it cannot be: then the limit was measured wrongly, or the records lay in a cache."""
+ATTEMPTS = 3
 MEMORY_SHARE = 0.4
 """Of the available memory, what the records may take; fewer experts are used where all would not fit."""
+
+
+class ImpossibleRateError(MoetierError):
+    """A figure lies above its physical limit: it is not shown."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,9 @@ def bench_kernel(
     rows = []
     for count in counts:
         pool = ThreadPool(count)
+        way = fastest_read(pool, memory)
         for isa in isas or available_isas()[:1]:
-            for row in _measure(geometry, memory, addresses, pool, isa, tokens):
+            for row in _measure(geometry, memory, addresses, pool, isa, tokens, way):
                 report(row)
                 rows.append(asdict(row))
         pool.close()
@@ -162,31 +174,68 @@ def _measure(
     pool: ThreadPool,
     isa: str,
     tokens: Sequence[int],
+    way: ReadWay,
 ) -> Iterator[Row]:
     peak = statistics.median(integer_peak(pool, isa) for _ in range(5))
     for count in tokens:
         kernel = CpuExperts(geometry, Family(10.0, True), pool, isa=isa, max_tokens=count)
-        seconds, distinct, read = _time(kernel, count, addresses, lambda: read_bandwidth(pool, memory, isa))
-        weights = 3 * geometry.hidden * geometry.intermediate
-        size = distinct * weights * 17 / 32
-        operations = 2 * count * geometry.top_k * weights
-        yield Row(
-            M=count,
-            isa=isa,
-            threads=pool.threads,
-            us=seconds * 1e6,
-            gbps=size / seconds / 1e9,
-            gops=operations / seconds / 1e9,
-            read_gbps=read / 1e9,
-            peak_gops=peak / 1e9,
-            ratio_to_limit=max(size / read, operations / peak) / seconds,
+        for _ in range(ATTEMPTS):
+            seconds, distinct, reads = _time(kernel, count, addresses, lambda: read_bandwidth(pool, memory, way))
+            row = _row(geometry, isa, pool.threads, count, seconds, distinct, statistics.median(reads), peak)
+            if row.ratio_to_limit <= MOST_OF_LIMIT:
+                break
+            # The machine was slower in most readings than in the calls: the best of the interleaved ones counts.
+            best = max(peak, *(integer_peak(pool, isa) for _ in range(5)))
+            row = _row(geometry, isa, pool.threads, count, seconds, distinct, max(reads), best)
+            if row.ratio_to_limit <= MOST_OF_LIMIT:
+                break
+        yield possible(row)
+
+
+def _row(
+    geometry: LayerGeometry,
+    isa: str,
+    threads: int,
+    count: int,
+    seconds: float,
+    distinct: float,
+    read: float,
+    peak: float,
+) -> Row:
+    weights = 3 * geometry.hidden * geometry.intermediate
+    size = distinct * weights * 17 / 32
+    operations = 2 * count * geometry.top_k * weights
+    return Row(
+        M=count,
+        isa=isa,
+        threads=threads,
+        us=seconds * 1e6,
+        gbps=size / seconds / 1e9,
+        gops=operations / seconds / 1e9,
+        read_gbps=read / 1e9,
+        peak_gops=peak / 1e9,
+        ratio_to_limit=max(size / read, operations / peak) / seconds,
+    )
+
+
+def possible(row: Row) -> Row:
+    """The row, if its figures can be; ImpossibleRateError else."""
+    figures = {name: value for name, value in asdict(row).items() if isinstance(value, float)}
+    wrong = [f"{name} {value:g}" for name, value in figures.items() if not 0 < value < math.inf]
+    if wrong or row.ratio_to_limit > MOST_OF_LIMIT:
+        raise ImpossibleRateError(
+            f"M={row.M}, {row.isa}, {row.threads} threads: expected at most {MOST_OF_LIMIT:g} of the nearer limit "
+            f"({row.read_gbps:.1f} GB/s read, {row.peak_gops:.0f} GOP/s), found "
+            f"{', '.join([*wrong, f'{row.ratio_to_limit:.2f}'])} in each of {ATTEMPTS} attempts; take a shape, or "
+            "--experts, whose records are larger than the caches, and stop what else uses this machine"
         )
+    return row
 
 
 def _time(
     kernel: CpuExperts, count: int, addresses: NDArray[np.uint64], read: Callable[[], float]
-) -> tuple[float, float, float]:
-    """Medians: seconds of a call, distinct experts of one (mean), and `read`, called in between all along.
+) -> tuple[float, float, list[float]]:
+    """Seconds of a call (median), distinct experts of one (mean), and what `read` gave in between all along.
 
     Memory of a shared machine is faster in one second than in the next, so the limit must come from the same ones.
     """
@@ -207,4 +256,4 @@ def _time(
         experts, _ = kernel.forward(x, ids, weights, addresses, out)
         seconds.append(time.perf_counter() - start)
         distinct.append(experts.size)
-    return statistics.median(seconds), statistics.mean(distinct), statistics.median(reads)
+    return statistics.median(seconds), statistics.mean(distinct), reads

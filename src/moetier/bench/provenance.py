@@ -16,6 +16,7 @@ from moetier.bench.samples import Frozen
 from moetier.doctor.probe.cpu import probe_cpu
 from moetier.doctor.probe.gpu import probe_gpus
 from moetier.doctor.probe.memory import probe_memory
+from moetier.git import command, environment
 from moetier.store.checkpoint import Checkpoint
 
 PACKAGES = (
@@ -64,7 +65,9 @@ class ModelFiles(Frozen):
 def git(root: Path, *arguments: str) -> str | None:
     """Output of git, whole; None where it fails or is absent."""
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command("-C", str(root), *arguments), env=environment(), capture_output=True, text=True, check=False
+        )
     except OSError:
         return None
     return done.stdout if done.returncode == 0 else None

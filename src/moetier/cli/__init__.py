@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import sys
 
@@ -11,6 +10,7 @@ import typer
 
 from moetier.cli import bench, calibrate, doctor, identity, plan, prove, serve, stack, store, trace, version
 from moetier.cli import eval as evaluation
+from moetier.cli.terminal import guard
 from moetier.errors import MoetierError
 
 app = typer.Typer(
@@ -41,8 +41,7 @@ def main() -> None:
     """Entry point of the console script."""
     if sys.stdout is None:
         sys.exit("moetier: error: standard output is closed: what was asked for would be lost")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that the locale cannot write stops no command
+    guard()
     try:
         try:
             app()

@@ -66,14 +66,14 @@ def calibrate(
     learnt = calibration.calibrate(case, costs, found.identity, profile.name, values, told, blame, before)
     calibration.save(learnt, path)
     if as_json:
-        typer.echo(learnt.model_dump_json(by_alias=True))
+        print(learnt.model_dump_json(by_alias=True))
         return
     for entry in learnt.evidence:
-        typer.echo(
+        print(
             f"{entry.metric}: predicted {entry.predicted:.4g}, measured {entry.measured:.4g} "
             f"({entry.predicted / entry.measured - 1:+.0%}): {entry.cost} times {entry.factor:.3g}"
         )
-    typer.echo(f"kept in {path}; `moetier plan` uses it" + ("" if out is None else f" with --calibration {path}"))
+    print(f"kept in {path}; `moetier plan` uses it" + ("" if out is None else f" with --calibration {path}"))
 
 
 def _kept(identity: str, engine: str) -> Path:

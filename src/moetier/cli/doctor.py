@@ -53,12 +53,12 @@ def doctor(
     decision = decided_here(catalog.look(model).facts) if model is not None else None
     if measure:
         found, unsaved = examine_and_measure(
-            disk, shape, lambda line: console.print(f"measuring: {line}", highlight=False)
+            disk, shape, lambda line: console.print(f"measuring: {line}", markup=False, highlight=False)
         )
     else:
         found = examine(disk, rates)
     if as_json:
-        typer.echo(found.to_json() if decision is None else _both(decision, found))
+        print(found.to_json() if decision is None else _both(decision, found))
     else:
         if decision is not None:
             _show_decision(decision, Console())

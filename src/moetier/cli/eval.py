@@ -60,7 +60,7 @@ def run(
     if out is not None:
         report.save(out)
     if as_json:
-        typer.echo(json.dumps({**about, **report.summary()}))
+        print(json.dumps({**about, **report.summary()}))
     else:
         _show_scores(report)
 
@@ -74,14 +74,14 @@ def compare_files(
     """Pair two results: items that only one has right, and McNemar's exact p."""
     comparison = compare(Report.load(a), Report.load(b))
     if as_json:
-        typer.echo(json.dumps(comparison.as_dict()))
+        print(json.dumps(comparison.as_dict()))
     else:
         _show_comparison(comparison, a, b)
 
 
 @contextmanager
 def _progress(items: list[Item | Text]) -> Iterator[Callable[[Item | Text], None]]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         counts = {name: sum(item.task == name for item in items) for name in dict.fromkeys(i.task for i in items)}
         tasks = {name: bar.add_task(name, total=count) for name, count in counts.items()}
@@ -100,7 +100,7 @@ def _show_scores(report: Report) -> None:
         texts.add_row(loss.task, str(loss.texts), f"{loss.tokens:,}", *numbers, str(loss.skipped or ""))
     for shown in (table, texts):
         if shown.row_count:
-            console.print(shown)
+            console.print(shown, markup=False)
     console.print(f"{report.about['model']} at {report.about['url']}, {report.about['seconds']:.1f} s", markup=False)
 
 
@@ -122,7 +122,7 @@ def _show_comparison(comparison: Comparison, a: Path, b: Path) -> None:
     console.print(f"A: {a}\nB: {b}", markup=False, highlight=False)
     for shown in (table, texts):
         if shown.row_count:
-            console.print(shown)
+            console.print(shown, markup=False)
     for total in comparison.tasks[-1:]:
         for name, only in (("A", total.only_a), ("B", total.only_b)):
             if only:

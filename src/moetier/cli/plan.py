@@ -79,7 +79,7 @@ def plan(
     if plot is not None:
         _write(plot, plan_svg(found))
     if as_json:
-        typer.echo(json.dumps({**to_json(found), "decision": decisions[0].to_json()}))
+        print(json.dumps({**to_json(found), "decision": decisions[0].to_json()}))
     else:
         _print(decisions[0].lines(skip_support_check))
         _print(report.lines(found))
@@ -115,7 +115,7 @@ def _compare(
     plans = [make_plan(_question(geometry, machine, asked)) for machine in machines]
     if as_json:
         each = zip(plans, decisions, strict=True)
-        typer.echo(json.dumps([{**to_json(found), "decision": decision.to_json()} for found, decision in each]))
+        print(json.dumps([{**to_json(found), "decision": decision.to_json()} for found, decision in each]))
         return
     for file, found in zip(files, plans, strict=True):
         _print([f"{file}:", *(f"  {problem}" for problem in found.placement.problems)])
@@ -124,11 +124,11 @@ def _compare(
 
 def _list(names: tuple[str, ...], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps([catalog.bundled(name).model_dump() for name in names]))
+        print(json.dumps([catalog.bundled(name).model_dump() for name in names]))
         return
     for name in names:
         g = catalog.bundled(name)
-        typer.echo(
+        print(
             f"{name:22} {g.moe_layers} MoE layers of {g.experts} experts, top-{g.top_k}, "
             f"{g.parts.total / 2**30:.0f} GiB ({g.expert_format})"
         )
@@ -136,7 +136,7 @@ def _list(names: tuple[str, ...], as_json: bool) -> None:
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        typer.echo(line)
+        print(line)
 
 
 def _write(path: Path, text: str) -> None:

@@ -35,7 +35,7 @@ def prove(
         model, store, _settings(setting or []), tuple(context.args), chosen, say, env=_pairs(env or [], "--env")
     )
     write_proof(result, out)
-    typer.echo(f"{out}: {result.status}, {len(result.cells)} cells, seal {result.sha256[:16]}")
+    print(f"{out}: {result.status}, {len(result.cells)} cells, seal {result.sha256[:16]}")
     if result.status != "ok" or result.extra["identity"]["differ"]:
         raise typer.Exit(1)
 

@@ -64,9 +64,9 @@ def lock(
         made = relock(space, tuple(Update.parse(text) for text in update or []), _say)
     versions = {name: source.version for name, source in made.sources.items()}
     if as_json:
-        typer.echo(json.dumps({"lock": made.hash(), "sources": versions}))
+        print(json.dumps({"lock": made.hash(), "sources": versions}))
     else:
-        typer.echo(f"{space.lock_path}: {', '.join(f'{n} {v}' for n, v in versions.items())}; lock {made.hash()}")
+        print(f"{space.lock_path}: {', '.join(f'{n} {v}' for n, v in versions.items())}; lock {made.hash()}")
 
 
 @app.command("verify")
@@ -80,11 +80,11 @@ def verify(
     space = _space(stack, cache, offline)
     skipped = verify_all(space, _say)
     if as_json:
-        typer.echo(json.dumps({"lock": space.lock.hash(), "skipped": [asdict(skip) for skip in skipped]}))
+        print(json.dumps({"lock": space.lock.hash(), "skipped": [asdict(skip) for skip in skipped]}))
         return
     for skip in skipped:
-        typer.echo(f"not checked here: {skip.check} ({skip.reason})")
-    typer.echo(f"lock {space.lock.hash()} is right: {len(space.definition.profiles)} profiles")
+        print(f"not checked here: {skip.check} ({skip.reason})")
+    print(f"lock {space.lock.hash()} is right: {len(space.definition.profiles)} profiles")
 
 
 @app.command("apply")
@@ -96,7 +96,7 @@ def apply(
 ) -> None:
     """Write the sources with a profile's carries."""
     apply_profile(_space(stack, cache), profile, destination)
-    typer.echo(str(destination))
+    print(str(destination))
 
 
 @app.command("wheel")
@@ -110,10 +110,10 @@ def wheel(
     """Make the wheel of a profile: the pinned one with its carries, byte for byte the same every time."""
     path = build_patched_wheel(_space(stack, cache), profile, out)
     if as_json:
-        typer.echo(json.dumps({"wheel": str(path), "sha256": wheel_hash(path)}))
+        print(json.dumps({"wheel": str(path), "sha256": wheel_hash(path)}))
     else:
-        typer.echo(f"{path}\nsha256 {wheel_hash(path)}")
-        typer.echo(f"install it: pip install {path}")
+        print(f"{path}\nsha256 {wheel_hash(path)}")
+        print(f"install it: pip install {path}")
 
 
 @app.command("image")
@@ -131,14 +131,14 @@ def image(
     """Build the image of a profile with buildx, podman or buildah; without one, write its context and print it."""
     space = _space(stack, cache)
     if only_print:
-        typer.echo(containerfile(space, profile), nl=False)
+        print(containerfile(space, profile), end="")
         return
     if moetier_wheel is None:
         raise StackError("an image needs moetier's own wheel: `pip wheel --no-deps -w dist .`, then --moetier-wheel")
     made = write_context(space, profile, moetier_wheel, context)
     tool = builder()
     if tool is None:
-        typer.echo((made / "Containerfile").read_text(), nl=False)
+        print((made / "Containerfile").read_text(), end="")
         _say(f"no working buildx, podman or buildah here: the context is {made}, and this is its Containerfile")
         return
     tool.build(made, tag or f"moetier:{profile}")
@@ -162,18 +162,18 @@ def status(
     if doc is not None:
         write_output(doc, document(space, found))
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found]))
+        print(json.dumps([asdict(one) for one in found]))
         return
     table = Table("carry", "version", "state", "to do")
     for one in found:
         pinned = space.lock.sources[space.definition.carry(one.carry).target].version
         table.add_row(one.carry, one.version, str(one.state), advice(one, pinned))
-    Console().print(table)
+    Console().print(table, markup=False)
     for one in found:
         for hunk in one.hunks:
             if hunk.change:
-                typer.echo(f"\n{one.carry} on {one.version}: {hunk.label} needs a rebase; upstream changed:")
-                typer.echo(hunk.change)
+                print(f"\n{one.carry} on {one.version}: {hunk.label} needs a rebase; upstream changed:")
+                print(hunk.change)
 
 
 @app.command("rebase")
@@ -191,9 +191,9 @@ def rebase(
     path = (space.folder / "carries" / space.definition.carry(carry).target / f"{carry}.patch").resolve()
     then = f"`git -C {folder} format-patch -1 --stdout --no-signature --zero-commit > {path}`"
     if clean:
-        typer.echo(f"{folder}: the carry went on without a conflict; run {then}")
+        print(f"{folder}: the carry went on without a conflict; run {then}")
     else:
-        typer.echo(
+        print(
             f"{folder}: resolve the conflict that `git status` shows there, git add, git am --continue; then run {then}"
         )
 

@@ -192,7 +192,7 @@ def verify(
 @contextmanager
 def progress_bar() -> Iterator[Report]:
     """A progress bar on stderr."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
@@ -205,7 +205,7 @@ def progress_bar() -> Iterator[Report]:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value))
+    print(json.dumps(value))
 
 
 def _print_losses(losses: dict[int, dict[str, float]]) -> None:
@@ -217,7 +217,7 @@ def _print_losses(losses: dict[int, dict[str, float]]) -> None:
         table.add_row(
             str(number), f"{loss['relative_rms']:.5f}", f"{loss['sign_bias']:+.2e}", f"{loss['saturated_share']:.2%}"
         )
-    Console().print(table)
+    Console().print(table, markup=False)
 
 
 def _print_rows(rows: dict[str, str]) -> None:

@@ -151,7 +151,7 @@ def _print(rows: list[tuple[Plan, Scores]], experts: int) -> None:
             f"{decode.fills / max(decode.steps, 1):.2f}",
             f"{scores.prefill.hit_rate:.1%}",
         )
-    console.print(table)
+    console.print(table, markup=False)
 
 
 def _number(option: str, text: str, whole: int) -> int:

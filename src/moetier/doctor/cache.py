@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from moetier.doctor.facts import Machine, Rates
+from moetier.doctor.judge_rates import require_possible
 from moetier.doctor.machine_file import read_rates
 from moetier.errors import SettingsError
 from moetier.store.files import write_durably
@@ -36,7 +37,7 @@ def load_rates(identity: str, file: Path | None = None) -> Rates | None:
 
     """
     if file is not None:
-        return read_rates(file)
+        return require_possible(read_rates(file), str(file))
     path = rates_file(identity)
     try:
         rates = read_rates(path)
@@ -48,7 +49,7 @@ def load_rates(identity: str, file: Path | None = None) -> Rates | None:
         ) from error
     if rates.identity != identity:
         raise SettingsError(f"{path}: these are rates of {rates.identity}; measure anew: moetier doctor --measure")
-    return rates
+    return require_possible(rates, str(path))
 
 
 def save_rates(rates: Rates) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from moetier.doctor.facts import Cpu, DiskRate, Finding, Gpu, Machine, Rates, Verdict
 from moetier.doctor.judge import link_bytes_per_s
+from moetier.errors import SettingsError
 
 NEAR = 0.95
 """Part of the best from which on thread counts are as good as each other."""
@@ -15,6 +16,30 @@ OF_LINK = 0.7
 """Part of what the link carries below which copies are called slow: protocol and drivers take the rest."""
 SLOW_DISK = 1e9
 """Bytes a second: a missed record of 13 MB would then take longer than a whole step elsewhere."""
+
+
+MOST_OF_LIMIT = 1.05
+"""Of what the memory gives, or the arithmetic: whatever is measured above it was measured wrongly."""
+BEYOND_CACHES = 1 << 30
+"""Bytes of records from which on no cache holds them, and the memory is the limit."""
+
+
+def require_possible(rates: Rates, where: str) -> Rates:
+    """The rates; SettingsError where one lies above its physical limit, so that nothing is planned from them."""
+    reads = {rate.threads: rate.bytes_per_s for rate in rates.dram_read}
+    held = max((rate.experts * 3 * rate.hidden * rate.intermediate * 17 / 32 for rate in rates.kernel), default=0)
+    for rate in rates.kernel:
+        limits = {"operations": (rate.ops_per_s, rate.peak_ops_per_s)}
+        if held >= BEYOND_CACHES and rate.threads in reads:
+            limits["bytes"] = (rate.bytes_per_s, reads[rate.threads])
+        for what, (found, most) in limits.items():
+            if found > MOST_OF_LIMIT * most:
+                raise SettingsError(
+                    f"{where}: expected the kernel's {what} a second ({rate.isa}, {rate.threads} threads, "
+                    f"{rate.tokens} tokens) to be at most {MOST_OF_LIMIT:g} of the limit beside it ({most:.3g}), "
+                    f"found {found:.3g}: one of them was measured wrongly; measure anew: moetier doctor --measure"
+                )
+    return rates
 
 
 def judge_rates(machine: Machine) -> Iterator[Finding]:

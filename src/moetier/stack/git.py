@@ -1,4 +1,6 @@
-"""git, in scratch repositories of our own: no configuration, hook or attribute of the machine reaches it."""
+"""git, in scratch repositories of our own: no configuration, hook, filter or attribute reaches it, neither the
+machine's nor one that lay in an archive.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from moetier.git import command, environment
+from moetier.stack.archive import check_name
 from moetier.stack.errors import StackError
 
 WHO = {
@@ -15,25 +19,29 @@ WHO = {
     for what, value in (("NAME", "moetier stack"), ("EMAIL", "stack@moetier.invalid"))
 }
 
+FILES_ARE_BYTES = {
+    "core.autocrlf": "false",
+    "core.safecrlf": "false",
+    "core.attributesFile": os.devnull,
+    "core.excludesFile": os.devnull,
+}
+
 
 def git(
     folder: Path, *arguments: str, check: bool = True, data: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     """Run git in `folder`; StackError with its words if it fails, or if there is no git."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     alone = {
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_NO_REPLACE_OBJECTS": "1",
         "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent),
-        "GIT_TERMINAL_PROMPT": "0",
-        "LC_ALL": "C",
     }
-    options = ["-c", "core.autocrlf=false", "-c", "core.safecrlf=false", "-c", "core.attributesFile=/dev/null"]
     try:
         done = subprocess.run(
-            ["git", *options, *arguments],
+            command(*arguments, settings=FILES_ARE_BYTES),
             cwd=folder,
-            env={**kept, **alone, **WHO},
+            env={**environment(), **alone, **WHO},
             input=data,
             capture_output=True,
             check=False,
@@ -52,12 +60,16 @@ def init(folder: Path) -> None:
     git(folder, "init", "--quiet", "--template=", "--initial-branch=stack")
     info = folder / ".git" / "info"
     info.mkdir(exist_ok=True)
-    (info / "attributes").write_text("* -text -filter -ident -eol\n")
+    (info / "attributes").write_text("* -text -filter -ident -eol -working-tree-encoding !merge !diff\n")
     git(folder, "config", "commit.gpgSign", "false")
+    git(folder, "config", "core.hooksPath", os.devnull)
+    git(folder, "config", "core.fsmonitor", "false")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files below `folder`; StackError for a path that leads out of it, or to where git keeps what it runs."""
     for path, content in files.items():
+        check_name(folder, path)
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
 

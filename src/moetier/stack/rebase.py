@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import tarfile
+import zlib
 from pathlib import Path
 
 from packaging.version import Version
 
-from moetier.stack.archive import check_name
+from moetier.stack.archive import sdist_members
 from moetier.stack.errors import StackError
 from moetier.stack.git import git, init, write_files
 from moetier.stack.index import fetch
@@ -61,21 +63,18 @@ def apply_profile(space: Workspace, profile: str, folder: Path) -> None:
 
 
 def unpack_sdist(path: Path, folder: Path) -> None:
-    """Unpack an sdist without its top folder: its regular files, executable where they are there.
-
-    StackError for a path that leads out of the folder. (tarfile's own filter is not in every Python 3.11.)
-    """
-    with tarfile.open(path, "r:gz") as archive:
-        for member in archive:
-            name, file = member.name.partition("/")[2], archive.extractfile(member) if member.isreg() else None
-            if not name or file is None:
-                continue
-            check_name(path, name)
+    """Unpack an sdist without its top folder, executable what is executable there; StackError as `sdist_members`."""
+    try:
+        for name, file, executable in sdist_members(path):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as out:
+            with target.open("xb") as out:
                 shutil.copyfileobj(file, out)
-            target.chmod(0o755 if member.mode & 0o100 else 0o644)
+            target.chmod(0o755 if executable else 0o644)
+    except FileExistsError as error:
+        raise StackError(f"{path}: {error.filename} is in it twice, or was there; take another file") from None
+    except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
+        raise StackError(f"{path}: damaged or cut short ({error}); delete it, it is fetched again") from None
 
 
 def _commit(folder: Path, subject: str) -> None:

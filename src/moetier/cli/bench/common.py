@@ -37,8 +37,8 @@ def say(text: str) -> None:
 def findings(found: list[str], fine: str, as_json: bool) -> None:
     """Print what is wrong, or that it is fine; exit 1 if anything is."""
     if as_json:
-        typer.echo(json.dumps({"findings": found}))
+        print(json.dumps({"findings": found}))
     else:
-        typer.echo("\n".join(found) if found else fine)
+        print("\n".join(found) if found else fine)
     if found:
         raise typer.Exit(1)

@@ -26,7 +26,7 @@ def list_documents(root: Root = HERE, as_json: Json = False) -> None:
         "suites": [(s.id, "", s.summary) for s in map(library.suite, library.names("suites"))],
     }
     if as_json:
-        typer.echo(
+        print(
             json.dumps(
                 {
                     what: [dict(zip(("id", "status", "summary"), row, strict=True)) for row in rows]
@@ -39,7 +39,7 @@ def list_documents(root: Root = HERE, as_json: Json = False) -> None:
         table = Table("id", "status", "summary", title=what, title_justify="left")
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        Console().print(table, markup=False)
 
 
 def lint(root: Root = HERE, as_json: Json = False) -> None:
@@ -68,7 +68,7 @@ def show(
     library = Library(root)
     document: Any = {"recipe": library.recipe, "machine": library.machine, "suite": library.suite}[kind](name)
     values = {"sha256": digest(document), **document.model_dump(mode="json")}
-    typer.echo(json.dumps(values) if as_json else yaml.safe_dump(values, sort_keys=False, width=120), nl=as_json)
+    print(json.dumps(values) if as_json else yaml.safe_dump(values, sort_keys=False, width=120).rstrip("\n"))
 
 
 def machine(
@@ -90,4 +90,4 @@ def machine(
         raise BenchError(f"{path} is there already; name the machine otherwise, or remove the file")
     values = document.model_dump(mode="json", exclude_none=True)
     write_output(path, yaml.safe_dump(values, sort_keys=False, width=120, default_flow_style=None))
-    typer.echo(f"{path}: hardware {document.identity}")
+    print(f"{path}: hardware {document.identity}")

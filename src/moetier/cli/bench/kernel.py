@@ -35,10 +35,10 @@ def kernel(
 
     result = bench_kernel(shape, threads, isa, tokens or TOKENS, experts, shown)
     if as_json:
-        typer.echo(json.dumps(result))
+        print(json.dumps(result))
         return
     sizes = ", ".join(f"{name.replace('_', '-')} {size}" for name, size in result["shape"].items())
-    typer.echo(f"{result['machine']['cpu']}: {sizes}")
+    print(f"{result['machine']['cpu']}: {sizes}")
     table = Table()
     for name in ("M", "isa", "threads", "us", "GB/s", "of reads", "GOP/s", "of peak", "of the nearer limit"):
         table.add_column(name, justify="right")
@@ -54,4 +54,4 @@ def kernel(
             f"{row.gops / row.peak_gops:.2f}",
             f"{row.ratio_to_limit:.2f}",
         )
-    Console().print(table)
+    Console().print(table, markup=False)

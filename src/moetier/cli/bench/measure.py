@@ -66,7 +66,7 @@ def run(
         commit=commit,
         within=within,
     ):
-        typer.echo(str(path))
+        print(str(path))
         if result.status != "ok":
             say(f"{result.status}: {result.failure}")
             whole = False
@@ -101,7 +101,7 @@ def sweep(
     found = searched(trials, chosen, state, measure, bound_to, say)
     best = ranked(found, objective, bounds)
     if as_json:
-        typer.echo(json.dumps({"trials": [t.model_dump() for t in found], "best": best[0].values if best else None}))
+        print(json.dumps({"trials": [t.model_dump() for t in found], "best": best[0].values if best else None}))
     else:
         _evidence(found, best, [objective, *(bound.cell for bound in bounds)])
     if not best:
@@ -118,13 +118,13 @@ def _evidence(found: list[Trial], best: list[Trial], names: list[str]) -> None:
         busy = "" if trial.others is None else f"{trial.others:.2f}"
         state = trial.failure or ("" if trial in best else "does not meet the constraints")
         table.add_row(_said(trial), *values, busy, state)
-    Console().print(table)
+    Console().print(table, markup=False)
     if not best:
-        typer.echo("no combination qualifies")
+        print("no combination qualifies")
         return
-    typer.echo(f"best: {_said(best[0])}")
+    print(f"best: {_said(best[0])}")
     for trial in not_told_apart(best, names[0]):
-        typer.echo(f"not told apart from it by {names[0]}: {_said(trial)}")
+        print(f"not told apart from it by {names[0]}: {_said(trial)}")
 
 
 def _said(trial: Trial) -> str:

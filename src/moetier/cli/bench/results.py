@@ -55,15 +55,15 @@ def compare(
         raise BenchError("; ".join((*wrong_a, *wrong_b)))
     found = judged(one, other, speed_gate, only or PARTS)
     if as_json:
-        typer.echo(json.dumps(found.as_dict()))
+        print(json.dumps(found.as_dict()))
     else:
         table = Table("", "verdict", "evidence")
         for line in found.lines:
             table.add_row(line.about, line.verdict.name.lower(), line.text)
-        Console().print(table)
+        Console().print(table, markup=False)
         for name, items in (("A", found.only_a), ("B", found.only_b)):
-            typer.echo(f"only {name} is right: {', '.join(items) or 'nowhere'}")
-        typer.echo(f"{found.same_answers}\n{found.verdict.name.lower()}")
+            print(f"only {name} is right: {', '.join(items) or 'nowhere'}")
+        print(f"{found.same_answers}\n{found.verdict.name.lower()}")
     if found.verdict is not Verdict.PASS:
         raise typer.Exit(int(found.verdict))
 
@@ -81,7 +81,7 @@ def render(
         findings(rendering.drift(files, root.resolve()), f"{len(files)} files are what the results give", False)
         return
     for path in rendering.write(files):
-        typer.echo(str(path))
+        print(str(path))
 
 
 def report(
@@ -108,4 +108,4 @@ def import_file(
     from moetier.bench.prove import import_proof
 
     path, result = import_proof(file, root / "results")
-    typer.echo(f"{path}: {result.recipe.summary} on {result.machine.summary}")
+    print(f"{path}: {result.recipe.summary} on {result.machine.summary}")

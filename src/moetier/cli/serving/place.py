@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +32,8 @@ def open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
             )
         with progress_bar() as step:
             built = build_store(checkpoint.path, path, check=2, progress=step)
-        console.print(f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s")
+        text = f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s"
+        console.print(text, markup=False)
     return Store.open(path, checkpoint_identity=checkpoint.identity())
 
 
@@ -95,7 +95,7 @@ def _served_layers(checkpoint: Checkpoint, store: Store, request: ServeRequest) 
 
 def show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(report))
+        print(json.dumps(report))
         return
     title = f"{report['model']}: {report['layers']} MoE layers of {report['experts']} experts"
     console.print(title, soft_wrap=True, markup=False, highlight=False)
@@ -106,7 +106,7 @@ def show(report: dict[str, Any], as_json: bool) -> None:
     for tier in report["tiers"]:
         records = "" if tier["records"] is None else f"{tier['records']:,}"
         table.add_row(tier["tier"], records, f"{tier['bytes'] / 2**20:,.1f}")
-    console.print(table)
+    console.print(table, markup=False)
     cpus = ", ".join(str(cpu) for cpu in report["compute_cpus"])
     if any(tier["tier"].startswith("device slots") for tier in report["tiers"]):
         console.print(f"experts ({report['contract']}) without a slot are computed by CPUs {cpus}, or streamed")

@@ -114,7 +114,7 @@ def require_served(decision: Decision, skip: bool) -> None:
 def _run(request: ServeRequest, cpus: tuple[int, ...], on_ready: Callable[[], None] | None) -> float | None:
     """Run the server with a line of progress until it answers."""
     if request.log_file is not None:
-        console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, highlight=False)
+        console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, markup=False, highlight=False)
     with Status("starting vLLM", console=console) as status:
 
         def waiting(seconds: float) -> None:

@@ -10,7 +10,7 @@ from moetier import machine
 from moetier.bench.kernel import bench_kernel, parse_shape
 from moetier.doctor.facts import Cpu, DramRate, KernelRate
 from moetier.errors import SettingsError
-from moetier.kernels.cpu import ThreadPool, read_bandwidth
+from moetier.kernels.cpu import ThreadPool, fastest_read, read_bandwidth
 from moetier.residency.pages import map_touched
 
 READ_BYTES = 1 << 30
@@ -43,8 +43,8 @@ def measure_dram(cpu: Cpu) -> tuple[DramRate, ...]:
     rates = []
     for count in thread_counts(cpu):
         pool = ThreadPool(count, cpu.allowed)
-        read_bandwidth(pool, memory)
-        speed = statistics.median(read_bandwidth(pool, memory) for _ in range(READS))
+        way = fastest_read(pool, memory)
+        speed = statistics.median(read_bandwidth(pool, memory, way) for _ in range(READS))
         rates.append(DramRate(threads=count, bytes_per_s=speed))
         pool.close()
     return tuple(rates)

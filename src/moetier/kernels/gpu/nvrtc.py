@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moetier.errors import MoetierError
+from moetier.kernels.gpu.kept import kept, key_of
 
 SOURCES = Path(__file__).parent / "cuda"
 
@@ -52,6 +53,11 @@ def header_files() -> list[Path]:
     return sorted((*SOURCES.glob("*.cuh"), *SOURCES.glob("*.h")))
 
 
+def compiler_options(macros: Mapping[str, str | int], arch: str) -> list[str]:
+    fixed = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
+    return [*fixed, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+
+
 def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> tuple[bytes, str]:
     """Machine code and PTX of one of our .cu files for `arch`. Needs no GPU."""
     from cuda.bindings import nvrtc
@@ -62,8 +68,7 @@ def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> t
         nvrtc.nvrtcCreateProgram(code, source.encode(), len(headers), list(headers.values()), list(headers)),
         "creating an NVRTC program",
     )
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
-    options += [f"-D{name}={value}" for name, value in macros.items()]
+    options = compiler_options(macros, arch)
     status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
     _ok(status, f"compiling {source} for {arch}", log.decode(errors="replace"))
@@ -81,28 +86,27 @@ def _read(size_of: Callable[..., Any], write_into: Callable[..., Any], program: 
     return room[:size]
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept between runs; it can be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetier" / "kernels"
-
-
 def cached_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> bytes:
-    """Machine code of a .cu file, or what an earlier run made of the same source, macros and target."""
-    texts = [(SOURCES / source).read_text(), *(path.read_text() for path in header_files())]
-    key = hashlib.sha256(repr((texts, sorted(macros.items()), arch)).encode()).hexdigest()[:32]
-    path = cache_folder() / f"{Path(source).stem}-{arch}-{key}.cubin"
-    if path.exists():
-        return path.read_bytes()
-    cubin = compile_source(source, macros, arch)[0]
-    aside = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(cubin)
-        aside.replace(path)
-    except OSError:  # a read-only home or a full disk: compile again next time
-        with suppress(OSError):
-            aside.unlink()
-    return cubin
+    """Machine code of a .cu file, or what an earlier run made of the same by the same compiler."""
+    from cuda.bindings import nvrtc
+
+    texts = [SOURCES / source, *header_files()]
+    made_from = {
+        "files": [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in texts],
+        "options": compiler_options(macros, arch),
+        "compiler": [*_ok(nvrtc.nvrtcVersion(), "asking for NVRTC's version"), *compiler_packages()],
+    }
+    return kept(f"{Path(source).stem}-{arch}", key_of(made_from), lambda: compile_source(source, macros, arch)[0])
+
+
+def compiler_packages() -> list[str]:
+    """NVRTC's packages with all of their versions, of which it tells two numbers itself."""
+    names = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13", "cuda-bindings")
+    found = []
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name}=={importlib.metadata.version(name)}")
+    return found
 
 
 class Kernel:
@@ -177,8 +181,7 @@ def _module(source: str, macros: tuple[tuple[str, str | int], ...], arch: str, d
     cubin = cached_cubin(source, dict(macros), arch)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes torch's context current
-        kept = f"loading {source}, which is kept in {cache_folder()} (delete that folder where a file in it is damaged)"
-        return _ok(driver.cuModuleLoadData(cubin), kept), cubin
+        return _ok(driver.cuModuleLoadData(cubin), f"loading {source} for {arch}"), cubin
 
 
 def load(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+from moetier.visible import VisibleRecords
+
 NAME = "moetier"
 """Name of the quantization method, of the load format, and of our part of --additional-config."""
 
@@ -16,3 +20,6 @@ def register() -> None:
 
     register_quantization_config(NAME)(MoetierConfig)
     register_model_loader(NAME)(MoetierLoader)
+    for handler in logging.getLogger("vllm").handlers:  # ours log through it
+        if not any(isinstance(found, VisibleRecords) for found in handler.filters):
+            handler.addFilter(VisibleRecords())

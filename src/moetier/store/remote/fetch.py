@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import logging
 import time
 import urllib.error
@@ -40,19 +41,57 @@ class RemoteFile:
     sha256: str | None = None
 
 
+CREDENTIALS = ("Authorization", "Cookie", "Proxy-authorization")
+"""Headers, as urllib spells them, that are meant for one server only."""
+
+
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect to another host without the credentials that were meant for the first."""
+    """Follows a redirect to another server (scheme, host or port) without the credentials meant for the first."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if request is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
-            request.remove_header("Authorization")
+        if request is not None and _server(newurl) != _server(req.full_url):
+            for name in CREDENTIALS:
+                request.remove_header(name)
         return request
 
 
-_opener = urllib.request.build_opener(_Redirects)
+def _server(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+def may_carry_credentials(url: str) -> bool:
+    """Whether nobody on the way can read what is sent there: https, or this machine itself without a proxy."""
+    scheme, host, _ = _server(url)
+    here = host == "localhost" or _is_loopback(host)
+    proxied = "http" in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+    return scheme == "https" or (scheme == "http" and here and not proxied)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """An opener of http and https addresses alone: a redirect leads to no file and no other protocol."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.UnknownHandler(),
+        _Redirects(),
+    ):
+        opener.add_handler(handler)
+    return opener
 
 
 class Fetcher:
@@ -61,6 +100,7 @@ class Fetcher:
     def __init__(self, headers: dict[str, str] | None = None, patience: Patience | None = None) -> None:
         self.headers = headers or {}
         self.patience = patience or Patience()
+        self._opener = _opener()
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file."""
@@ -80,7 +120,7 @@ class Fetcher:
                 except urllib.error.HTTPError as error:
                     problem = f"HTTP {error.code} {error.reason}"
                     if error.code not in (408, 425, 429) and error.code < 500:
-                        raise CheckpointError(f"{file.url}: {problem}; {_remedy(error.code)}") from error
+                        raise CheckpointError(f"{file.url}: {problem}; {_remedy(error.code, file.url)}") from error
                     break
                 except (OSError, http.client.HTTPException, _BadAnswerError) as error:
                     problem = str(error) or type(error).__name__
@@ -105,7 +145,14 @@ class Fetcher:
         request = urllib.request.Request(  # noqa: S310 (hub.py makes only http URLs)
             file.url, headers={**self.headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         )
-        with _opener.open(request, timeout=self.patience.stall) as answer:
+        for name in CREDENTIALS if not may_carry_credentials(file.url) else ():
+            request.remove_header(name)
+        with self._opener.open(request, timeout=self.patience.stall) as answer:
+            if _server(file.url)[0] == "https" and _server(answer.url)[0] != "https":
+                raise CheckpointError(
+                    f"{file.url}: expected every redirect to lead to https, found one to {_server(answer.url)[0]}, "
+                    "where anybody on the way could change the bytes; nothing of it was taken: ask who runs that server"
+                )
             _check_range(answer.status, answer.headers, file, start, stop)
             left = stop - start
             while left and (chunk := answer.read1(min(CHUNK, left))):
@@ -127,7 +174,9 @@ def _check_range(status: int, headers: Any, file: RemoteFile, start: int, stop: 
         raise _BadAnswerError(f"expected the range {wanted!r}, found status {status}, {headers.get('Content-Range')!r}")
 
 
-def _remedy(code: int) -> str:
+def _remedy(code: int, url: str) -> str:
+    if code == 401 and not may_carry_credentials(url):
+        return "it asks for a token, and none is sent where others can read it: name it by https (HF_ENDPOINT)"
     if code in (401, 403):
         return "log in with `hf auth login`, and accept the model's terms on its page"
     return "check the repository's name and revision"
