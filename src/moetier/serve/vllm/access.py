@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
 from moetier.serve.keys import HASHES, VARIABLE, digest, matches
+from moetier.serve.vllm.compat import honour_chosen_tools
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -39,6 +40,7 @@ class Access:
     def __init__(self, app: App) -> None:
         self.app = app
         self.digests = _digests()
+        honour_chosen_tools()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
