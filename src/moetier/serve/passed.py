@@ -112,7 +112,7 @@ def _check(argument: str, following: Sequence[str]) -> None:
     if passed is None:
         _check_whole(name)
     elif passed.refused and (passed.harmless is None or passed.harmless != (value if equals else "".join(following))):
-        raise SettingsError(f"-- {name}: {passed.here.replace('`', '')}")
+        raise SettingsError(f"-- {name}: {passed.here}")
 
 
 def _check_whole(name: str) -> None:
