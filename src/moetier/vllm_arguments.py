@@ -24,6 +24,12 @@ GRAPHS = (SIZES, "--max-cudagraph-capture-size", "--compilation-config", "-cc", 
 SPECULATIVE = "--speculative-config"
 BLOCK_DRAFTS = ("dspark", "dflash")
 """Methods whose drafter guesses all tokens in one forward."""
+RANKS = ("-tp", "--tensor-parallel-size")
+UNDERSTOOD = (
+    *(LENGTH, SEQUENCES, BATCHED, BLOCK, *GRAPHS, SPECULATIVE, "-sc", "--spec-method", "--spec-tokens", *RANKS),
+    *("--enforce-eager", "--no-enable-chunked-prefill"),
+)
+"""Every option that plans and launches follow from."""
 
 
 def value_of(arguments: Sequence[str], *names: str) -> str | None:
@@ -31,7 +37,7 @@ def value_of(arguments: Sequence[str], *names: str) -> str | None:
     found = None
     for at, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if _plain(name) in names:
+        if plain(name) in names:
             found = value if equals else "".join(arguments[at + 1 : at + 2])
     return found
 
@@ -44,11 +50,14 @@ def number_of(arguments: Sequence[str], *names: str) -> int | None:
 
 def has(arguments: Sequence[str], *names: str) -> bool:
     """Whether one of these options is there, also as --name.key."""
-    given = (_plain(argument.partition("=")[0]) for argument in arguments)
+    given = (plain(argument.partition("=")[0]) for argument in arguments)
     return any(name == option or name.startswith(option + ".") for name in given for option in names)
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """An option's name as vLLM spells it; `-O3` is `-O`."""
+    if re.match(r"-O.", name):
+        return "-O"
     return name.replace("_", "-") if name.startswith("--") else name
 
 

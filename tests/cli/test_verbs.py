@@ -171,10 +171,13 @@ def test_bench_kernel() -> None:
         (("serve", "/nowhere", "--store", "s", "--set", "isa=sse2"), "isa='sse2'"),
         (("serve", "/nowhere", "--store", "s", "--set", "cpus=[999999]"), "may not use [999999]"),
         (("serve", "/nowhere", "--store", "s", "--api-key", "schlüssel"), "expected printable ASCII"),
+        (("serve", "/nowhere", "--store", "s", "--port", "8001", "--", "--port=8002"), "give one of them"),
+        (("serve", "/nowhere", "--store", "s", "--", "--hos", "0.0.0.0"), "write it out"),
+        (("serve", "/nowhere", "--store", "s", "--api-key", "a", "--", "--api-key", "b"), "give one of them"),
     ],
     ids=[
         *("shape", "isa", "identity", "info", "long-name", "threads", "deep-setting", "endless-setting"),
-        *("serve-isa", "serve-cpus", "serve-key"),
+        *("serve-isa", "serve-cpus", "serve-key", "serve-two-ports", "serve-beginning", "serve-two-keys"),
     ],
 )
 def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from moetier.errors import SettingsError
 from moetier.serve.command import (
+    ACCESS,
     ServeRequest,
     arguments,
     check_reachable_only_with_key,
@@ -15,6 +16,7 @@ from moetier.serve.command import (
     example,
     is_loopback,
 )
+from moetier.serve.keys import HASHES, hashes_of
 from moetier.settings import Settings
 
 REQUEST = ServeRequest(Path("/models/m"), Settings.parse({"store": "/s", "dram_records": 8, "cpus": [0, 1]}))
@@ -26,6 +28,8 @@ REQUEST = ServeRequest(Path("/models/m"), Settings.parse({"store": "/s", "dram_r
         ("127.0.0.1", True),
         ("127.9.9.9", True),
         ("localhost", True),
+        ("LocalHost", True),
+        ("", False),
         ("::1", True),
         ("0.0.0.0", False),
         ("::", False),
@@ -39,9 +43,9 @@ def test_loopback(host: str, loopback: bool) -> None:
 
 def test_beyond_loopback_wants_a_key() -> None:
     check_reachable_only_with_key(REQUEST)
-    with pytest.raises(SettingsError, match="--api-key"):
+    with pytest.raises(SettingsError, match="--api-key-file"):
         check_reachable_only_with_key(replace(REQUEST, host="0.0.0.0"))
-    check_reachable_only_with_key(replace(REQUEST, host="0.0.0.0", api_key="k"))
+    check_reachable_only_with_key(replace(REQUEST, host="0.0.0.0", api_keys=("k",)))
 
 
 def test_settings_reach_the_plugin() -> None:
@@ -64,15 +68,17 @@ def test_kv_cache_of_a_gpu_is_vllms() -> None:
     assert "--kv-cache-memory-bytes" not in arguments(REQUEST, on_cpu=False)
 
 
-def test_what_follows_goes_to_vllm_last() -> None:
-    assert arguments(replace(REQUEST, extra=("--max-model-len", "128")), True)[-2:] == ["--max-model-len", "128"]
+def test_what_follows_goes_to_vllm_after_ours_and_before_the_outermost_layer() -> None:
+    command = arguments(replace(REQUEST, extra=("--max-model-len", "128", "--middleware", "theirs")), True)
+    assert command[-6:] == ["--max-model-len", "128", "--middleware", "theirs", "--middleware", ACCESS]
 
 
-def test_api_key_is_not_on_the_command_line() -> None:
-    request = replace(REQUEST, api_key="secret")
-    assert "secret" not in " ".join(arguments(request, True))
-    assert environment(request, (0, 1), {})["VLLM_API_KEY"] == "secret"
-    assert "secret" not in example(request)
+def test_an_api_key_reaches_the_server_as_its_hash_alone() -> None:
+    request = replace(REQUEST, api_keys=("secret", "other"))
+    found = environment(request, (0, 1), {"VLLM_API_KEY": "secret", HASHES: "stale"})
+    assert "secret" not in " ".join([*arguments(request, True), *found.values(), repr(request), example(request)])
+    assert found[HASHES] == hashes_of(("secret", "other"))
+    assert environment(REQUEST, (0, 1), {HASHES: "stale"})[HASHES] == ""
 
 
 def test_usage_statistics_are_off_unless_asked_for() -> None:
@@ -92,7 +98,14 @@ def test_what_the_surroundings_ask_for_wins() -> None:
 
 @pytest.mark.parametrize(
     ("host", "url"),
-    [("127.0.0.1", "http://127.0.0.1:8000/"), ("0.0.0.0", "http://127.0.0.1:8000/"), ("::1", "http://[::1]:8000/")],
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000/"),
+        ("0.0.0.0", "http://127.0.0.1:8000/"),
+        ("", "http://127.0.0.1:8000/"),
+        ("::1", "http://[::1]:8000/"),
+        ("0:0::", "http://[::1]:8000/"),
+        ("a.host", "http://a.host:8000/"),
+    ],
 )
 def test_example_reaches_the_server(host: str, url: str) -> None:
     assert url in example(replace(REQUEST, host=host))

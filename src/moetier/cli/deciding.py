@@ -72,5 +72,5 @@ def refuse(decision: Decision, skip: bool, as_json: bool) -> None:
         return
     if not as_json:
         for line in decision.lines(skip):
-            typer.echo(line)
+            print(line)
     raise typer.Exit(REFUSED)

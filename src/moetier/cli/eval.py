@@ -19,7 +19,7 @@ from moetier.eval.ask import Server, evaluate, model_of
 from moetier.eval.compare import Comparison, compare
 from moetier.eval.items import Item, Text, load_sets
 from moetier.eval.report import Report
-from moetier.serve.command import api_key_of
+from moetier.serve.keys import keys_of
 
 app = typer.Typer(help="Score a served model on evaluation sets, over the OpenAI API at temperature 0.")
 
@@ -36,6 +36,7 @@ def run(
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer, thinking included.")] = 256,
     api_key: Annotated[str | None, typer.Option(help="Key of the server (or VLLM_API_KEY).")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the server's keys; the first is used.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write every item's result to this file, for compare.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -43,7 +44,10 @@ def run(
     if context.invoked_subcommand is not None:
         return
     items = load_sets(sets, task or [])
-    key = api_key_of(api_key)
+    keys, warnings = keys_of(api_key, api_key_file)
+    for line in warnings:
+        typer.echo(line, err=True)
+    key = keys[0] if keys else None
     server = Server(url, model or model_of(url, key), key, max_tokens)
     start = time.monotonic()
     with _progress(items) as step:

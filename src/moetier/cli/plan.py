@@ -67,7 +67,7 @@ def plan(
     machines = [asked.on()] if compare is None else [read_machine(file) for file in compare]
     for decision in (decisions := [decided_on(headers.facts, machine) for machine in machines]):
         if as_json and decision.refusals(skip_support_check):
-            typer.echo(json.dumps({"model": model, "served": False, "decision": decision.to_json()}))
+            print(json.dumps({"model": model, "served": False, "decision": decision.to_json()}))
         refuse(decision, skip_support_check, as_json)
     geometry = headers.geometry(asked.kv_bytes_per_token)
     if geometry_out is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from moetier.cli.serving.options import Model, StoreFolder
 from moetier.cli.serving.place import console
 from moetier.cli.serving.planning import request_of
 from moetier.cli.serving.start import check_cpus, start
-from moetier.serve.command import ServeRequest, api_key_of
+from moetier.errors import SettingsError
+from moetier.serve.command import ServeRequest
+from moetier.serve.keys import keys_of
+from moetier.serve.tls import check_certificate
 from moetier.settings import Settings
 
 __all__ = ["Model", "StoreFolder", "serve", "start"]
@@ -33,6 +38,7 @@ def serve(
     host: given.Host = "127.0.0.1",
     port: given.Port = 8000,
     api_key: given.ApiKey = None,
+    api_key_file: given.ApiKeyFile = None,
     kv_cache_gib: given.KvCacheGib = None,
     drain_seconds: given.DrainSeconds = 30,
     setting: given.Assignments = None,
@@ -58,16 +64,30 @@ def serve(
         settings=settings,
         host=host,
         port=port,
-        api_key=api_key_of(api_key),
         kv_cache_gib=kv_cache_gib or 0.0,
         drain_seconds=drain_seconds,
         usage_stats=usage_stats,
-        log_file=None if verbose else log_file or _state_folder() / f"serve-{port}.log",
         extra=tuple(context.args),
     )
+    _check_said_once(context, asked)
+    check_certificate(asked)
+    keys, warnings = keys_of(api_key, api_key_file, asked.api_keys)
+    log = None if verbose else log_file or _state_folder() / f"serve-{asked.port}.log"
+    in_shell = f"$(grep -m1 . {shlex.quote(str(api_key_file))})" if api_key_file else asked.key_in_shell
+    asked = dataclasses.replace(asked, api_keys=keys, key_in_shell=in_shell, log_file=log)
     with decision_first(model, skip_support_check, console, asked.extra):
         request, notes = request_of(asked, values, context_reserve, longest_gap)
-    start(request, build, skip_support_check, as_json, explain, notes=notes)
+    start(request, build, skip_support_check, as_json, explain, notes=(*warnings, *notes))
+
+
+def _check_said_once(context: typer.Context, request: ServeRequest) -> None:
+    """SettingsError where an option of ours and one of vLLM's say different things."""
+    for name in ("host", "port", "drain_seconds"):
+        value, decided = context.params[name], getattr(request, name)
+        source = context.get_parameter_source(name)
+        if value != decided and source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise SettingsError(f"{option}: found {value}, and {decided} after --; give one of them")
 
 
 def _state_folder() -> Path:

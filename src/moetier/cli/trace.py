@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from moetier.residency.heat import Heat
 from moetier.residency.simulate import Plan, Scores, simulate
 from moetier.residency.trace import Trace
 from moetier.serve.command import ServeRequest, served_name, url_from_here
+from moetier.serve.keys import keys_of
 from moetier.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help="Routing traces: record them from traffic, show and simulate them.")
@@ -61,13 +62,16 @@ def record(
         log_file=trace.with_name(f"{trace.name}.log"),
         extra=tuple(context.args),
     )
+    keys, warnings = keys_of(None, None, request.api_keys)
+    request = replace(request, api_keys=keys)
 
     def ask() -> None:
-        server = Server(f"{url_from_here(request)}/v1", served_name(request), max_tokens=max_tokens)
+        key = keys[0] if keys else None
+        server = Server(f"{url_from_here(request)}/v1", served_name(request), key, max_tokens)
         evaluate(server, questions, concurrency)
         os.kill(os.getpid(), signal.SIGINT)  # as a person would end the server
 
-    serve.start(request, on_ready=ask)
+    serve.start(request, on_ready=ask, notes=warnings)
     show(trace)
 
 

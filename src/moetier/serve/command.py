@@ -6,32 +6,39 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
 from moetier import machine
 from moetier.errors import SettingsError
+from moetier.serve.keys import HASHES, VARIABLE, hashes_of
+from moetier.serve.passed import TLS, take
 from moetier.settings import Settings
-from moetier.vllm_arguments import SIZES, has, number_of, value_of
+from moetier.vllm_arguments import RANKS, SIZES, has, number_of, value_of
 
 GIB = 2**30
 CPU_WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
 GPU_WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
 CPU_EXECUTOR = "moetier.serve.vllm.executor.RestingExecutor"
+ACCESS = "moetier.serve.vllm.access.Access"
 SOCKET_FOLDER_BYTES = 107 - 37
 """The longest name of a folder for vLLM's sockets: a socket's path may have 107 bytes, and vLLM's name has 36."""
 
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """What `moetier serve` was asked for. `records` is decided: records per layer in DRAM."""
+    """What `moetier serve` was asked for. What `extra` says of other fields is in them, and no longer in `extra`."""
 
     model: Path
     settings: Settings
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_in_shell: str = f"${VARIABLE}"
+    """What a shell takes for one of the keys."""
+    served: tuple[str, ...] = ()
+    """Names of the model in the API, the first of which is the model's own; (): that of its folder."""
     kv_cache_gib: float = 1.0
     drain_seconds: int = 30
     usage_stats: bool = False
@@ -47,29 +54,50 @@ class ServeRequest:
     scratch: Path | None = None
     """A folder that is gone after the server."""
 
+    def __post_init__(self) -> None:
+        taken = take(self.extra)
+        object.__setattr__(self, "extra", taken.left)
+        for name in ("host", "port", "drain_seconds", "served", "api_keys"):
+            value = getattr(taken, name)
+            if value is not None and value != ():
+                object.__setattr__(self, name, value)
+
+    @property
+    def tls(self) -> bool:
+        """Whether the server speaks https."""
+        return any(value_of(self.extra, name) for name in TLS)
+
+    @property
+    def asks_for_certificates(self) -> bool:
+        """Whether the server wants one of every client, whoever asks."""
+        return self.tls and value_of(self.extra, "--ssl-cert-reqs") not in (None, "0")
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 def check_reachable_only_with_key(request: ServeRequest) -> None:
     """Listening beyond loopback without an API key is refused."""
-    if not is_loopback(request.host) and not request.api_key:
+    if not is_loopback(request.host) and not request.api_keys:
         raise SettingsError(
             f"--host {request.host} can be reached from other machines, and no API key is set; "
-            "give one with --api-key or VLLM_API_KEY, or listen on 127.0.0.1"
+            f"give one with --api-key-file or {VARIABLE}, or listen on 127.0.0.1"
         )
 
 
 def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
-    """Command line of the server process. The API key is not on it: it travels in the environment."""
+    """Command line of the server process. No API key is on it: hashes of them travel in the environment.
+
+    The layer that asks for them comes last, which makes it the outermost one.
+    """
     command = [
         *(sys.executable, "-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(request.model), "--served-model-name", served_name(request)),
+        *("--model", str(request.model), "--served-model-name", *served_names(request)),
         *("--quantization", "moetier", "--load-format", "moetier"),
         *("--additional-config", json.dumps({"moetier": request.settings.model_dump(mode="json", exclude_none=True)})),
         *("--host", request.host, "--port", str(request.port)),
@@ -84,12 +112,17 @@ def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
         command += ["--enforce-eager"]
     elif not has((*request.derived, *request.extra), SIZES):
         command += ["--max-cudagraph-capture-size", str(request.settings.planned_tokens)]
-    return [*command, *request.derived, *request.extra]
+    return [*command, *request.derived, *request.extra, "--middleware", ACCESS]
+
+
+def served_names(request: ServeRequest) -> tuple[str, ...]:
+    """Names of the model in the API."""
+    return request.served or (request.model.resolve().name,)
 
 
 def served_name(request: ServeRequest) -> str:
-    """Name of the model in the API: that of its folder."""
-    return request.model.resolve().name
+    """The model's own name in the API."""
+    return served_names(request)[0]
 
 
 def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[str, str]) -> dict[str, str]:
@@ -106,8 +139,8 @@ def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[s
         ours["VLLM_RPC_BASE_PATH"] = str(request.scratch)  # vLLM leaves its sockets, eight a start, where they were
     if not request.usage_stats:
         ours |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    forced = {"VLLM_API_KEY": request.api_key} if request.api_key else {}
-    return {**ours, **inherited, **forced}
+    kept = {name: value for name, value in inherited.items() if name != VARIABLE}
+    return {**ours, **kept, HASHES: hashes_of(request.api_keys)}
 
 
 def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
@@ -119,10 +152,10 @@ def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 def tensor_parallel_size(extra: Sequence[str]) -> int:
     """What vLLM's arguments ask for; SettingsError where that is no number."""
-    found = value_of(extra, "-tp", "--tensor-parallel-size")
+    found = value_of(extra, *RANKS)
     if found is None:
         return 1
-    ranks = number_of(extra, "-tp", "--tensor-parallel-size")
+    ranks = number_of(extra, *RANKS)
     if ranks is None:
         raise SettingsError(f"--tensor-parallel-size: expected a number of ranks, found {found[:60]!r}")
     return ranks
@@ -130,27 +163,25 @@ def tensor_parallel_size(extra: Sequence[str]) -> int:
 
 def url_from_here(request: ServeRequest) -> str:
     """Where this machine reaches the server, also where it listens on every address."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(request.host, request.host)  # noqa: S104 (compared, not bound)
-    return f"http://{f'[{host}]' if ':' in host else host}:{request.port}"
+    host = request.host or "0.0.0.0"  # noqa: S104 (compared, not bound)
+    try:
+        address = ip_address(host)
+        if address.is_unspecified:
+            host = "127.0.0.1" if address.version == 4 else "::1"
+    except ValueError:
+        pass  # a name
+    return f"{'https' if request.tls else 'http'}://{f'[{host}]' if ':' in host else host}:{request.port}"
 
 
 def example(request: ServeRequest) -> str:
-    """A curl line that the running server answers."""
+    """A curl line that the running server answers. Its certificate is rarely one for this machine's own address."""
     body = {
         "model": served_name(request),
         "messages": [{"role": "user", "content": "What is 17 + 25?"}],
         "temperature": 0,
     }
-    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if request.api_key else ""
+    key = f' -H "Authorization: Bearer {request.key_in_shell}"' if request.api_keys else ""
     return (
-        f"curl {url_from_here(request)}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"-d '{json.dumps(body)}'"
+        f"curl {'-k ' if request.tls else ''}{url_from_here(request)}/v1/chat/completions "
+        f"-H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     )
-
-
-def api_key_of(option: str | None) -> str | None:
-    """The API key: the option, else VLLM_API_KEY."""
-    key = option or os.environ.get("VLLM_API_KEY") or None
-    if key is not None and not (key.isascii() and key.isprintable()):
-        raise SettingsError("the API key: expected printable ASCII, which a header can carry; choose another key")
-    return key

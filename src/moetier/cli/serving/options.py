@@ -41,7 +41,16 @@ LongestGap = Annotated[
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on; beyond loopback an API key is needed.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")]
-ApiKey = Annotated[str | None, typer.Option(help="Key that clients must give (or VLLM_API_KEY).")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Key that clients must give. Every user of this machine sees it in the process list: prefer "
+        "--api-key-file, or VLLM_API_KEY in the environment."
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File of keys, one a line: clients must give one of them.")
+]
 KvCacheGib = Annotated[
     float | None,
     typer.Option(

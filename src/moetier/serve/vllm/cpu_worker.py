@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from moetier.serve.vllm.compat import seeds_rest
 from moetier.serve.vllm.resting import rest_while_waiting
 from moetier.serve.vllm.steps import StepAware
 
@@ -16,3 +17,8 @@ class MoetierCpuWorker(StepAware, CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         rest_while_waiting()
         super().__init__(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, for seeded requests whose prompt goes on too."""
+        with seeds_rest(self.model_runner):
+            return super().sample_tokens(*args, **kwargs)
