@@ -39,7 +39,7 @@ GUESSES = {"none": ("", 0), "MTP 1": ("mtp", 1), "MTP 2": ("mtp", 2), "MTP 3": (
 
 
 class WatchingDevice(LateDevice):
-    """Computes nothing: compares the bytes of staging slots when they would be read, and counts those that are wrong."""
+    """Computes nothing: compares the bytes of staging slots when they would be read, and counts those that differ."""
 
     def __init__(self, kernel: Any, streams: Streams, slots: torch.Tensor, first: int) -> None:
         super().__init__(kernel, streams, slots, first)
@@ -131,7 +131,7 @@ class Engine:
                 self.forward(self.drafts, tokens, (2,))
 
     def forward(self, dispatcher: Any, tokens: int, layers: tuple[int, ...], uniform: bool = False) -> None:
-        mode, padded = dispatcher.dispatch(tokens, uniform_decode=uniform)
+        mode, _ = dispatcher.dispatch(tokens, uniform_decode=uniform)
         for layer in layers:
             if mode is not CUDAGraphMode.NONE:
                 self.replayed += 1
