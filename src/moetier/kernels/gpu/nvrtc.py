@@ -15,6 +15,8 @@ import torch
 
 from moetier.errors import MoetierError
 
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""Every operation rounds on its own, by itself and to nearest: said, not left to defaults."""
 SOURCES = Path(__file__).parent / "cuda"
 
 
@@ -62,7 +64,7 @@ def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> t
         nvrtc.nvrtcCreateProgram(code, source.encode(), len(headers), list(headers.values()), list(headers)),
         "creating an NVRTC program",
     )
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
+    options = [f"--gpu-architecture={arch}", *OPTIONS]
     options += [f"-D{name}={value}" for name, value in macros.items()]
     status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
@@ -89,7 +91,7 @@ def cache_folder() -> Path:
 def cached_cubin(source: str, macros: Mapping[str, str | int], arch: str) -> bytes:
     """Machine code of a .cu file, or what an earlier run made of the same source, macros and target."""
     texts = [(SOURCES / source).read_text(), *(path.read_text() for path in header_files())]
-    key = hashlib.sha256(repr((texts, sorted(macros.items()), arch)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((texts, OPTIONS, sorted(macros.items()), arch)).encode()).hexdigest()[:32]
     path = cache_folder() / f"{Path(source).stem}-{arch}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
