@@ -1,4 +1,4 @@
-"""Every kernel of this build against the definition of right, once for each kind of layer, in a tenth of a second or two.
+"""Every kernel of this build against the definition of right, once for each kind of layer: about a tenth of a second.
 
 Paths that are compared with each other may all be wrong alike: built with a compiler flag that changes arithmetic, for
 one. So each instruction set also computes a small layer of the kind that is served (its family, its slices, sums cut
