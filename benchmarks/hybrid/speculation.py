@@ -149,6 +149,7 @@ class Bed:
             if "compilation_config" in graphs:
                 graphs["compilation_config"]["max_cudagraph_capture_size"] = PLANNED
             arguments |= graphs
+        arguments |= self.arguments.engine
         return arguments | {"additional_config": {"moetier": settings}}
 
 
@@ -205,6 +206,12 @@ def main() -> int:
     )
     parser.add_argument("--prompts", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        help="""more of vLLM's arguments, as JSON: {"async_scheduling": false}""",
+    )
     parser.add_argument("--folder", help="where stores are made")
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     arguments = parser.parse_args()
