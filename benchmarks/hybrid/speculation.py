@@ -8,6 +8,7 @@ in pieces, eager} x {no guesses, MTP 1 to 3, n-gram}. Each engine is a process o
 in slots under the same schedule: tokens and logprobs that differ, and the share of guesses accepted at each position.
 
 An engine that fails costs a row, not the run; with $OUT its whole output is kept there, beside speculation-PART.json.
+`--engine '{"async_scheduling": false}'` tells vLLM's own faults under asynchronous scheduling from ours.
 No engine is started that would not end within `--budget` seconds. Exit 1 on a difference, an error, or one left out.
 `--cpu`: the same shares of the experts, in DRAM, on vLLM's CPU build, where every step is eager.
 """
@@ -149,6 +150,7 @@ class Bed:
             if "compilation_config" in graphs:
                 graphs["compilation_config"]["max_cudagraph_capture_size"] = PLANNED
             arguments |= graphs
+        arguments |= self.arguments.engine
         return arguments | {"additional_config": {"moetier": settings}}
 
 
@@ -205,6 +207,7 @@ def main() -> int:
     )
     parser.add_argument("--prompts", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's arguments, as JSON")
     parser.add_argument("--folder", help="where stores are made")
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     arguments = parser.parse_args()

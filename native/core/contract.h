@@ -2,6 +2,16 @@
 // activations.
 #pragma once
 
+// A compiler that may change values gives other bits on one machine than on the next, and every kernel alike, so that
+// no comparison of kernels shows it.
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) ||                               \
+    defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || defined(__NO_SIGNED_ZEROS__)
+#error "expected exact arithmetic, found -ffast-math or a part of it; take it out of CXXFLAGS"
+#endif
+#if defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ != 0
+#error "expected float operations in float, found excess precision; build with -mfpmath=sse"
+#endif
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

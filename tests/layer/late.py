@@ -73,6 +73,8 @@ class Streams:
 class LateLane:
     """What `moetier.layer.hybrid.lane.Lane` is on a GPU."""
 
+    captures = False
+
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.mark, self.compute_mark = partial(streams.mark, COPIES), partial(streams.mark, COMPUTE)

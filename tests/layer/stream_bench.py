@@ -75,26 +75,36 @@ class LateDevice(CpuDevice):
 
 
 class Bench:
-    """Two layers over a store; of each, experts 0 and 1 have slots and `records` are in DRAM."""
+    """The layers of a store; of each, experts 0 and 1 have slots and `records` are in DRAM."""
 
     def __init__(
-        self, store: Store, records: int, staging: int, groups: int = 4, streams: Streams | None = None
+        self,
+        store: Store,
+        records: int,
+        staging: int,
+        groups: int = 4,
+        streams: Streams | None = None,
+        device: Any = None,
+        check: bool = False,
     ) -> None:
+        """device: what to compute with, made from the kernel, the streams, the slots and the first one for staging."""
         self.store, self.geometry, stride = store, store.manifest.layer_geometry, store.layout.stride
         g, self.pool = self.geometry, ThreadPool(1)
         self.kernel = CpuExperts(g, store.manifest.layer_family, self.pool, max_tokens=TOKENS)
         self.reader, self.rooms = DiskReader(store, 2), Staging(2, stride)
-        rooms = self.rooms
-        self.slots = torch.zeros((4 + staging, stride), dtype=torch.uint8)
+        rooms, number = self.rooms, len(store.manifest.layers)
+        first = 2 * number
+        self.slots = torch.zeros((first + staging, stride), dtype=torch.uint8)
         self.at_once = CpuDevice(self.kernel)
-        self.device: Any = LateDevice(self.kernel, streams, self.slots, 4) if streams else self.at_once
+        make = device or LateDevice
+        self.device: Any = make(self.kernel, streams, self.slots, first) if streams else self.at_once
         self.streamer = Streamer(
-            self.device.sizes, TOKENS, self.slots, range(4, 4 + staging), stride, self.device, groups
+            self.device.sizes, TOKENS, self.slots, range(first, first + staging), stride, self.device, groups, check
         )
-        self.layers = [self._layer(index, records, rooms, stride) for index in range(2)]
+        self.layers = [self._layer(index, records, rooms, stride) for index in range(number)]
         self.layers[0].following = self.layers[1]
         self.everywhere = []
-        for index in range(2):
+        for index in range(number):
             every = torch.zeros((g.experts, stride), dtype=torch.uint8)
             for expert in range(g.experts):
                 self.reader.read(index, expert, rooms.view(0))
@@ -120,7 +130,7 @@ class Bench:
         """x, ids and weights of a call to these experts, with some ids outside the layer."""
         g, rng = self.geometry, np.random.default_rng(seed)
         ids = rng.choice([*experts, -1, g.experts], (tokens, g.top_k)).astype(np.int32)
-        ids.ravel()[: len(experts)] = experts
+        ids.ravel()[: len(experts)] = experts[: ids.size]
         x = torch.from_numpy(rng.standard_normal((tokens, g.hidden), np.float32)).bfloat16()
         return x, torch.from_numpy(ids), torch.from_numpy(rng.random((tokens, g.top_k), np.float32))
 

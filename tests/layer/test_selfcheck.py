@@ -45,6 +45,7 @@ def test_sound_machine(model: TieredModel) -> None:
     kernels = {path.partition("/")[2] for path in checked.paths}
     assert kernels == {f"{isa}/{threads} threads" for isa in available_isas() for threads in (1, 2)}
     assert {path.partition("/")[0] for path in checked.paths} == {"DRAM", "disk", "DRAM and disk"}
+    assert checked.oracle == len(available_isas())
     assert checked.comparisons == CALLS * min(4, 1 + len(kernels))
     assert model.counters.calls == 0, "the check is not traffic"
     assert model.reader.counters.reads == 0

@@ -242,21 +242,21 @@ def test_a_device_that_differs(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("layer/hybrid/model.py", "--set threads=N")
+@remedy("layer/hybrid/helper.py", "--set threads=N")
 def test_a_cpu_that_does_not_answer(trouble: Trouble, store_path: Path) -> None:
     pytest.importorskip("torch", reason="the device tier wants torch")
     from moetier.cli.serve import _assignments
-    from moetier.layer.hybrid.model import HybridModel
+    from moetier.layer.hybrid.helper import Helper
 
     failed: list[Exception] = []
     mail = SimpleNamespace(late=3, refused=0)
-    late: Any = SimpleNamespace(path=SimpleNamespace(mail=mail), _failed=False, _patience=60.0, _fail=failed.append)
-    HybridModel.tell_if_late(late)
+    late: Any = SimpleNamespace(_mail=mail, _failed=False, _patience=60.0, _fail=failed.append)
+    Helper.tell_if_late(late)
     trouble.said(str(failed.pop()))
     told = Settings.parse({"store": store_path, **_assignments(["threads=1", "patience_seconds=600"])})
     assert (told.threads, told.patience_seconds) == (1, 600)
     mail.late = 0  # in time
-    HybridModel.tell_if_late(late)
+    Helper.tell_if_late(late)
     assert failed == []
     trouble.gone()
 

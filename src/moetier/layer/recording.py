@@ -20,7 +20,10 @@ MAGIC = 6
 
 @dataclass(frozen=True)
 class Call:
-    """One layer call: x [T, hidden] bf16 bits or float32, ids and weights [T, top_k], out bf16 bits [T, hidden]."""
+    """One layer call: x [T, hidden] bf16 bits, ids and weights [T, top_k], out bf16 bits [T, hidden].
+
+    x is float32 in what older versions wrote of models in float32.
+    """
 
     layer: int
     x: NDArray[Any]

@@ -1,7 +1,8 @@
 """The identity check at start: a few random calls through every path of this process, or it does not serve.
 
 It takes seconds: each call routes to few experts, and goes through every tier with the kernel that will serve and
-through two other kernels, which change from call to call. `moetier identity` is the long one, with the oracle.
+through two other kernels, which change from call to call. Then every kernel is held to the oracle, once, in a small
+layer of the same kind. `moetier identity` is the long check.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from itertools import cycle
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.errors import MoetierError
 from moetier.kernels import oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 from moetier.layer.counters import Counters
 from moetier.layer.model import TieredModel
+from moetier.layer.oraclecheck import IdentityError, check_against_oracle
 from moetier.layer.recording import Call
 from moetier.layer.tiered import TieredLayer
 from moetier.residency import DiskReader, DramTier, Heat, Lru
@@ -32,19 +33,17 @@ Path = Callable[[Call], NDArray[np.uint16]]
 """A way to compute a call: its `out` is not looked at, the bits are returned."""
 
 
-class IdentityError(MoetierError):
-    """Two paths of this process differ in a bit."""
-
-    exit_code = 1
-
-
 @dataclass(frozen=True)
 class Checked:
-    """What was compared: calls, comparisons of one path with the first, and the names of all paths."""
+    """What was compared: calls, comparisons of one path with the first, and the names of all paths.
+
+    oracle: kernels that were held to the definition.
+    """
 
     calls: int
     comparisons: int
     paths: tuple[str, ...]
+    oracle: int = 0
 
 
 def self_check(model: TieredModel, calls: int, more: Mapping[str, Path] | None = None, seed: int = 0) -> Checked:
@@ -65,7 +64,9 @@ def self_check(model: TieredModel, calls: int, more: Mapping[str, Path] | None =
             names.update(dict.fromkeys(paths))
     finally:
         checker.close()
-    return Checked(calls, compared, tuple(names))
+    family, isas = model.store.manifest.layer_family, dict.fromkeys((model.kernel.isa, *available_isas()))
+    held = check_against_oracle(model.part.narrow, family, tuple(isas), model.pool) if calls else 0
+    return Checked(calls, compared, tuple(names), held)
 
 
 def _compare(
@@ -80,6 +81,9 @@ def _compare(
             f"bits. Nothing is served. Run `moetier identity --store {model.store.path}` here and on another machine: "
             "either this one's CPU or memory is at fault, or moetier"
         )
+
+
+__all__ = ["Checked", "IdentityError", "self_check"]
 
 
 class _Checker:

@@ -8,6 +8,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.kernels import oracle
 from moetier.kernels.cpu import CpuExperts
 from moetier.layer.context import Context
 from moetier.layer.counters import Counters
@@ -50,11 +51,14 @@ class TieredLayer:
         weights: NDArray[np.float32],
         out: NDArray[np.uint16],
     ) -> None:
-        """X [T, hidden] as bf16 bits or float32, ids and weights [T, top_k] -> out, bf16 bits [T, hidden].
+        """X [T, hidden] as bf16 bits, ids and weights [T, top_k] -> out, bf16 bits [T, hidden].
 
+        x in float32 is rounded to bf16 first, as it is for slots: where an expert lies changes no bit of any input.
         RecordReadError where a record cannot be had; `out` is then not written, and the layer can be called again.
         """
         start, waited = perf_counter_ns(), 0
+        if x.dtype == np.float32:
+            x = oracle.to_bf16(x.astype(np.float32, copy=False))
         experts, pairs, missed = self._kernel.try_forward(x, ids, weights, self.tier.addresses, out)
         context = self._context
         if context.real:

@@ -16,6 +16,8 @@ import torch
 from moetier.errors import MoetierError
 from moetier.kernels.gpu.kept import kept, key_of
 
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""Every operation rounds on its own, by itself and to nearest: said, not left to defaults."""
 SOURCES = Path(__file__).parent / "cuda"
 
 
@@ -54,7 +56,7 @@ def header_files() -> list[Path]:
 
 
 def compiler_options(macros: Mapping[str, str | int], arch: str) -> list[str]:
-    fixed = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
+    fixed = [f"--gpu-architecture={arch}", *OPTIONS]
     return [*fixed, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
 
 

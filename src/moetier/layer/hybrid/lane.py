@@ -18,6 +18,11 @@ class Lane:
         self._index = -1 if self._stream is None else self._stream.device_index
         """As a number, the device's current stream is found several times faster."""
 
+    @property
+    def captures(self) -> bool:
+        """Whether what the current stream is given goes into a graph, and nothing runs."""
+        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+
     def copy(self, target: int, source: int, size: int) -> None:
         """`size` bytes between addresses; those at `source` stay as they are until a mark that comes after."""
         copy_to_device(target, source, size, self._stream)

@@ -92,7 +92,7 @@ class HybridLayer:
         tokens, path, streamer = x.shape[0], self._shared.path, self._shared.streamer
         if tokens == 0:
             return out
-        planned = streamer is None or path.decodes(tokens) or torch.cuda.is_current_stream_capturing()
+        planned = streamer is None or path.decodes(tokens) or streamer.captures
         if planned and tokens <= path.tokens:
             self.forget_ahead()
             return path.forward(self.tables, x, ids, weights, out)

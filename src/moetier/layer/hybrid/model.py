@@ -20,6 +20,7 @@ from moetier.kernels.gpu.hybrid import ALL_CPU, Costs, HybridPath, LayerTables, 
 from moetier.kernels.protocol import COUNTS
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.check import check_paths
+from moetier.layer.hybrid.helper import Helper
 from moetier.layer.hybrid.launch import Launch
 from moetier.layer.hybrid.layer import HybridLayer, Shared
 from moetier.layer.hybrid.rates import DeviceCalls, measure_costs
@@ -33,9 +34,6 @@ from moetier.residency.registered import Registered
 from moetier.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-HELP_MS = 200
-"""How long the helper waits for a request before it looks whether the model is closed."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,6 @@ class HybridModel:
         on_failure: told, on a thread of its own, why the device had to stop; CUDA then fails, and with it the process.
         """
         self.tiers, self.plan, self.device = tiers, plan, device
-        self._patience, self._on_failure, self._failed = patience_seconds, on_failure, False
         part = tiers.part
         sizes = Sizes(part.narrow, tiers.store.manifest.layer_family)
         self._bytes = min(part.end - part.begin, sizes.layout.stride)
@@ -112,12 +109,11 @@ class HybridModel:
         self._records = pinned(layers, experts, dtype=torch.int64)
         self.layers: list[HybridLayer] = []
         self._refiller: Refiller | None = None
-        self._closed = threading.Event()
         self._mailbox = Mailbox(
             tiers.kernel, tiers.pool, mail_arrays(self.path.mail), [self._addresses(i) for i in range(layers)]
         )
-        self._helper = threading.Thread(target=self._help, name="moetier-helper", daemon=True)
-        self._helper.start()
+        self._helper = Helper(self._mailbox, self.path.mail, self.layers, patience_seconds, on_failure)
+        self._closed = False
 
     def _addresses(self, index: int) -> NDArray[np.uint64]:
         """Where the records of a layer lie in DRAM: pinned, so that the device reads it too."""
@@ -242,43 +238,9 @@ class HybridModel:
         told = Told(self._heat[rows], self._counts[rows], self._mailbox.layer_nanoseconds)
         return Refiller(self.layers, policies, told, tiers.heat, self.plan.fills if self.plan.spare else 0)
 
-    def _help(self) -> None:
-        while not self._closed.is_set():
-            request = self._mailbox.await_help(HELP_MS)
-            if request is None:
-                self.tell_if_late()
-                continue
-            try:
-                layers = {layer.index: layer for layer in self.layers}
-                layers[request.layer].help(request)
-            except Exception as error:  # the device must hear of it, whatever it is
-                try:
-                    self._fail(error if isinstance(error, MoetierError) else _ours(error))
-                finally:
-                    self._mailbox.refuse(request)
-                continue
-            self._mailbox.answer(request)
-
     def tell_if_late(self) -> None:
         """Say why the device stopped, if it gave up waiting for the CPU; from any thread."""
-        mail = self.path.mail
-        if mail.late and mail.late == mail.refused and not self._failed:
-            self._fail(
-                MoetierError(f"the CPU's kernel refused request {mail.late}: a fault of moetier, please report it")
-            )
-        if mail.late and not self._failed:
-            self._fail(
-                MoetierError(
-                    f"the CPU did not answer the device within {self._patience:.0f} s (request {self.path.mail.late}): "
-                    "its threads were stopped, or starved by other processes; nothing was computed from it. Start "
-                    "again, with fewer threads (`--set threads=N`) or more patience (`--set patience_seconds=N`)"
-                )
-            )
-
-    def _fail(self, error: MoetierError) -> None:
-        self._failed = True
-        logger.error("%s", error, exc_info=error.__cause__)
-        self._on_failure(error)
+        self._helper.tell_if_late()
 
     def check_integrity(self) -> None:
         """Slots, tables, tiers and the store's bytes agree. Waits for the device; between steps."""
@@ -294,23 +256,17 @@ class HybridModel:
 
     def close(self) -> None:
         """End the threads and release pinned memory; the layers cannot be called any more. Leaves `tiers` open."""
-        if self._closed.is_set():
+        if self._closed:
             return
+        self._closed = True
         try:
             torch.cuda.synchronize(self.device)  # the helper still answers: nobody waits for it afterwards
         except RuntimeError as error:  # the device has trapped
             logger.warning("the device had stopped: %s", error)
-        self._closed.set()
+        self._helper.stop()
         self._mailbox.close()
         self._helper.join()
-        self.tell_if_late()
         self._registered.close()
-
-
-def _ours(error: Exception) -> MoetierError:
-    failure = MoetierError(f"a request of the device could not be answered, a fault of moetier: {error!r}")
-    failure.__cause__ = error
-    return failure
 
 
 def mail_arrays(mail: Mail) -> MailArrays:

@@ -144,6 +144,11 @@ class Streamer:
         """Records that `ahead` can take."""
         return sum(map(len, self._groups))
 
+    @property
+    def captures(self) -> bool:
+        """Whether a graph is being captured, so that the host cannot drive a call."""
+        return self._lane.captures
+
     def ahead(self, layer: int, records: Sequence[tuple[int, int]]) -> None:
         """Start copying records for the next call, which will be of `layer`: experts and addresses, at most `room`.
 

@@ -137,10 +137,12 @@ def _check_identity(tiers: TieredModel) -> None:
     begun = time.monotonic()
     checked = self_check(tiers, tiers.settings.identity_check)
     logger.info(
-        "moetier: identity check, %d calls, %d comparisons over %d paths in %.1f s: 0 differ",
+        "moetier: identity check, %d calls, %d comparisons over %d paths, and %d kernels with the oracle, "
+        "in %.1f s: 0 differ",
         checked.calls,
         checked.comparisons,
         len(checked.paths),
+        checked.oracle,
         time.monotonic() - begun,
     )
 
