@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import CheckpointError
+from moetier.store.samples import sample_shard
 
 MAX_JSON = 48 << 20
 """Bytes of a header, an index or a config: enough for 400,000 tensors, and parsed within a GiB whatever it holds."""
@@ -128,6 +129,8 @@ class Shards:
 
     remote = False
     """Whether a tensor may have to be fetched before it is read."""
+    version = ""
+    """What the place that they are fetched from calls this state of them; it changes with every byte."""
 
     def __init__(self, folder: Path, index: bytes, shards: list[Shard]) -> None:
         self.folder = folder
@@ -168,6 +171,10 @@ class Shards:
     def reopened(self) -> Shards:
         """The same files, opened again: what differs was changed meanwhile."""
         return Shards.open(self.folder)
+
+    def sampled(self, shard: Shard) -> str:
+        """sha256 (hex) over some bytes of each of a shard's tensors."""
+        return sample_shard(shard)
 
     def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
         """Bytes [start, start + nbytes) of a tensor as uint8 [nbytes]; all of it by default."""

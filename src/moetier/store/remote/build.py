@@ -29,6 +29,7 @@ from moetier.store.work import Meter, Report
 
 DOWNLOAD = ".download"
 COMMIT = "moetier-commit"
+SAMPLES = "samples"
 SMALL = 1 << 28
 """A file that is no weight and larger than this is not fetched: it would be a second copy of something."""
 
@@ -65,14 +66,20 @@ def build_remote(
     fetcher = Fetcher(repository.headers, patience)
     with locked_folder(download, LOCK), locked_folder(partial, LOCK):
         folder = _small_files(repository, fetcher, download)
-        checkpoint, cache = _open(repository, fetcher, folder, keep, progress)
+        checkpoint, shards = _open(repository, fetcher, folder, keep, progress)
+        shards.cache.arrived = shards.keep_sample
         done = is_there(checkpoint, trimmed)
         if not done:
             with store_errors(f"{partial} cannot be written"):
                 copy_small_files(folder, partial)
             by_name = {shard.path.name: shard for shard in checkpoint.shards.shards}
+
             # A shard's other tensors are copied when it arrives: it may be gone when the store is built.
-            cache.arrived = lambda name: trim_shard(Shards(folder, b"", [by_name[name]]), by_name[name], partial)
+            def arrived(name: str) -> None:
+                shards.keep_sample(name)
+                trim_shard(Shards(folder, b"", [by_name[name]]), by_name[name], partial)
+
+            shards.cache.arrived = arrived
         report = build_from(checkpoint, out, slices=slices, check=check, threads=threads, progress=progress)
         if done:
             shutil.rmtree(partial)
@@ -81,7 +88,7 @@ def build_remote(
             finish(checkpoint, partial, trimmed)
         with store_errors(f"{download} cannot be removed"):
             shutil.rmtree(download)
-    return RemoteReport(report, repository.commit, str(trimmed), cache.fetched)
+    return RemoteReport(report, repository.commit, str(trimmed), shards.cache.fetched)
 
 
 def _trim_rest(checkpoint: Checkpoint, partial: Path, progress: Report | None) -> None:
@@ -95,6 +102,11 @@ def _trim_rest(checkpoint: Checkpoint, partial: Path, progress: Report | None) -
 def _small_files(repository: Repository, fetcher: Fetcher, download: Path) -> Path:
     """Fetch all that is not weights, and give its folder; what is there of another commit is an error."""
     stamp, folder = download / COMMIT, download / "files"
+    if not stamp.exists() and {path.name for path in download.iterdir()} - {LOCK}:
+        raise CheckpointError(
+            f"{download} exists and is no rest of a download, which would be removed in the end: expected a free name; "
+            "choose another OUT, or remove that folder yourself"
+        )
     if stamp.exists() and stamp.read_text() != repository.commit:
         raise CheckpointError(
             f"{download} is the rest of a download of commit {stamp.read_text()}, expected {repository.commit}: give "
@@ -116,8 +128,8 @@ def _small_files(repository: Repository, fetcher: Fetcher, download: Path) -> Pa
 
 def _open(
     repository: Repository, fetcher: Fetcher, folder: Path, keep: int, progress: Report | None
-) -> tuple[Checkpoint, ShardCache]:
-    """The checkpoint by its headers, each fetched by itself; and the cache that its shards come through."""
+) -> tuple[Checkpoint, RemoteShards]:
+    """The checkpoint by its headers, each fetched by itself; and its shards, which come when they are read."""
     indexes = sorted(folder.glob("*" + INDEX_SUFFIX))
     weight_map, raw_index = read_weight_map(indexes[0]) if indexes else ({}, b"")
     names = sorted(set(weight_map.values())) or _unindexed(repository)
@@ -137,7 +149,8 @@ def _open(
         check_index(indexes[0], weight_map, shards)
     cache = ShardCache(folder, {name: repository.files[name] for name in names}, fetcher, keep)
     config, raw = read_json(folder / "config.json")
-    return Checkpoint.whole(folder, config, raw, RemoteShards(folder, raw_index, list(shards.values()), cache)), cache
+    remote = RemoteShards(folder, raw_index, list(shards.values()), cache, folder.with_name(SAMPLES), repository.commit)
+    return Checkpoint.whole(folder, config, raw, remote), remote
 
 
 def _unindexed(repository: Repository) -> list[str]:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import CheckpointError
-from moetier.store.files import store_errors, sync_folder
+from moetier.store.files import store_errors, sync_folder, write_durably
 from moetier.store.remote.fetch import Fetcher, RemoteFile
+from moetier.store.samples import sample_shard
 from moetier.store.shards import Shard, Shards, Tensor
 
 PART = ".part"
@@ -121,9 +122,29 @@ class RemoteShards(Shards):
 
     remote = True
 
-    def __init__(self, folder: Path, index: bytes, shards: list[Shard], cache: ShardCache) -> None:
+    def __init__(
+        self, folder: Path, index: bytes, shards: list[Shard], cache: ShardCache, samples: Path, version: str
+    ) -> None:
+        """samples: folder for what the identity has of each shard, which may be gone when it is asked for."""
         super().__init__(folder, index, shards)
         self.cache = cache
+        self.version = version
+        self._samples = samples
+        self._by_name = {shard.path.name: shard for shard in shards}
+
+    def keep_sample(self, name: str) -> None:
+        """Note what the identity has of a shard that is here."""
+        with store_errors(f"{self._samples} cannot be written"):
+            self._samples.mkdir(exist_ok=True)
+            write_durably(self._samples / name, sample_shard(self._by_name[name]).encode())
+
+    def sampled(self, shard: Shard) -> str:
+        """As it was noted when the shard arrived."""
+        note = self._samples / shard.path.name
+        if not note.exists():
+            with self.cache.hold(shard.path.name):  # of an earlier run that noted nothing
+                self.keep_sample(shard.path.name)
+        return note.read_text()
 
     def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
         with self.cache.hold(tensor.file.name):
