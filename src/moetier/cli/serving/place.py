@@ -18,6 +18,8 @@ from moetier.serve import launcher
 from moetier.serve.command import ServeRequest, tensor_parallel_size
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
+from moetier.store.match import compare_some
+from moetier.store.match import open_store as open_store_of
 from moetier.store.store import Store
 
 console = Console(stderr=True)
@@ -33,7 +35,10 @@ def open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
         with progress_bar() as step:
             built = build_store(checkpoint.path, path, check=2, progress=step)
         console.print(f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s")
-    return Store.open(path, checkpoint_identity=checkpoint.identity())
+    store = open_store_of(path, checkpoint)
+    if (compared := compare_some(store, checkpoint, each=1)) is not None:
+        console.print(f"{path}: {compared}", soft_wrap=True, markup=False, highlight=False)
+    return store
 
 
 def place(

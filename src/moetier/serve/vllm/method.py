@@ -28,6 +28,7 @@ class MoetierMoEMethod(FusedMoEMethodBase):
         self._config = config
         self._model: TieredModel = runtime.tiered_model(config)
         with reported(self._model.settings.failure_file):
+            runtime.check_drafter(layer_number(layer.layer_name), self._model, config)
             check_supported(layer, self._model.store, config, self._model.settings)
         self._key = -1
 
