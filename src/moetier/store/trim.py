@@ -55,13 +55,11 @@ def trim_checkpoint(checkpoint: Checkpoint, out: Path, progress: Report | None =
 def trim_shard(shards: Shards, shard: Shard, folder: Path) -> None:
     """Write the tensors of a shard that are not experts to a file of the same name in `folder`, if there are any.
 
-    What lies there from an earlier run is compared, where the shard is at hand; a commit that is fetched is the same.
+    What lies there from an earlier run is compared.
     """
-    kept = _kept(shard)
+    kept, header = _kept(shard), _header(_kept(shard))
     path = folder / shard.path.name
-    header = _header(kept)
-    size = len(header) + sum(tensor.nbytes for tensor in kept)
-    if not kept or (path.exists() and path.stat().st_size == size and (shards.remote or _is_copy(shards, shard, path))):
+    if not kept or (has_size(shard, folder) and _is_copy(shards, shard, path)):
         return
     aside = path.with_name(path.name + ".tmp")
     with store_errors(f"{path} cannot be written"):
@@ -82,6 +80,13 @@ def trim_shard(shards: Shards, shard: Shard, folder: Path) -> None:
             raise StoreError(f"{aside}: {name} is not what was written; check the disk and try again")
         aside.rename(path)
         sync_folder(folder)
+
+
+def has_size(shard: Shard, folder: Path) -> bool:
+    """Whether `folder` has what `trim_shard` writes of a shard, by its size."""
+    kept, path = _kept(shard), folder / shard.path.name
+    size = len(_header(kept)) + sum(tensor.nbytes for tensor in kept)
+    return not kept or (path.exists() and path.stat().st_size == size)
 
 
 def finish(checkpoint: Checkpoint, partial: Path, out: Path) -> None:

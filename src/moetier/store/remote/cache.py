@@ -155,6 +155,19 @@ class RemoteShards(Shards):
         return self
 
 
+class RangedShards(Shards):
+    """Tensors whose bytes are fetched one range at a time, and not kept: for a look at a few."""
+
+    def __init__(self, shards: RemoteShards) -> None:
+        super().__init__(shards.folder, shards.index, shards.shards)
+        self.cache = shards.cache
+
+    def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        size = tensor.nbytes - start if nbytes is None else nbytes
+        at, cache = tensor.offset + start, self.cache
+        return np.frombuffer(cache.fetcher.read(cache.files[tensor.file.name], at, at + size), np.uint8)
+
+
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
