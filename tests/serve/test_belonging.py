@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +226,34 @@ def test_an_older_store_is_served_and_compared(models: Path, tmp_path: Path) -> 
     assert new["tokens"] == old["tokens"]
     with pytest.raises(RuntimeError, match=r"layer \d, expert \d+: the store .* holds other weights"):
         run_engine([PROMPT], 1, **engine_of(models / "b", tmp_path / "store"))
+
+
+def serve(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`moetier serve`, which is expected to refuse before vLLM starts."""
+    code = "import sys; from moetier.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, "serve", *map(str, arguments)], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("stages", [("-pp", "2"), ("--pipeline-parallel-size=2",)], ids=["short", "long"])
+def test_the_launcher_refuses_pipeline_parallelism(nano: Path, tmp_path: Path, stages: tuple[str, ...]) -> None:
+    refused = serve(nano, "--store", tmp_path / "none", "--dram-records", "1", "--", *stages)
+    assert refused.returncode == 2
+    assert "pipeline parallelism is not served: expected 1 stage, found 2" in refused.stderr
+
+
+def test_the_launcher_compares_experts_before_vllm_starts(nano: Path, tmp_path: Path) -> None:
+    """A store that knows headers only, and a fine-tune."""
+    shutil.copytree(nano, tmp_path / "tune")
+    build_store(nano, tmp_path / "store")
+    older_store(tmp_path / "store")
+    for name, tensor in Checkpoint.open(tmp_path / "tune").tensors.items():
+        if is_expert_tensor(name) and name.endswith(".weight"):
+            overwrite(tmp_path / "tune", name, tensor.nbytes // 4, b"\x31\x75\x13")
+    refused = serve(tmp_path / "tune", "--store", tmp_path / "store", "--dram-records", "1", "--port", "8392")
+    assert refused.returncode == 2
+    text = " ".join(refused.stderr.split())
+    assert "knew a checkpoint by its headers only" in text
+    assert "holds other weights than the checkpoint" in text
+    assert "vLLM's log" not in text

@@ -166,10 +166,14 @@ def test_blobs_of_another_revision_stay_and_are_named(tmp_path):
     assert found["bytes_deleted"] == sum((first.path / name).stat().st_size for name in differing) > 0
 
 
-def test_the_only_revision_frees_its_blobs(tmp_path):
+@pytest.mark.parametrize("through", ["itself", "a link"])
+def test_the_only_revision_frees_its_blobs(tmp_path, through):
     made = write_checkpoint(tmp_path / "first", shards=3)
     cache = Cache(tmp_path / "hub")
     one = cache.add("1" * 40, made.path)
+    if through == "a link":
+        (tmp_path / "link").symlink_to(one)
+        one = tmp_path / "link"
     build_store(one, tmp_path / "s")
     trim_checkpoint(Checkpoint.open(one), tmp_path / "t")
     done = delete_source_of(one, tmp_path / "s", tmp_path / "t")

@@ -99,8 +99,8 @@ def _why_it_stays(link: Path, target: Path, links: list[Path]) -> str:
     snapshots = target.parent.parent / "snapshots"
     if target.parent.name != "blobs" or not snapshots.is_dir():
         return "a link led to it from here; it may be others' too"
-    own = {path.absolute() for path in links}
-    for other in snapshots.rglob("*"):
-        if other.is_symlink() and other.absolute() not in own and other.resolve() == target:
+    own = {path.parent.resolve() / path.name for path in links}
+    for other in snapshots.resolve().rglob("*"):
+        if other.is_symlink() and other not in own and other.resolve() == target:
             return f"{other} links to it"
     return ""

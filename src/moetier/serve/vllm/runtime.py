@@ -53,7 +53,7 @@ class Key:
         """For the model of an engine."""
         folder = Path(vllm_config.model_config.model).resolve()
         paths = sorted(path for path in folder.glob("*") if path.suffix in (".json", ".safetensors"))
-        stats = ((path.name, path.stat()) for path in paths)
+        stats = ((path.name, path.stat()) for path in paths if path.exists())
         return cls(settings, folder, tuple((name, s.st_size, s.st_ino, s.st_mtime_ns) for name, s in stats))
 
     @property

@@ -24,7 +24,7 @@ def check_supported(layer: RoutedExperts, store: Store, vllm_config: Any, settin
 
 def check_engine(vllm_config: Any) -> None:
     """UnsupportedModelError, before anything is opened, where the engine as a whole is none of ours."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
+    stages = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", 1)
     if stages > 1:
         raise UnsupportedModelError(pipeline_refused(stages))
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
