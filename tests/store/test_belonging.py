@@ -217,6 +217,12 @@ class TestOlderStores:
                 caplog.clear()
                 open_store(tmp_path / store, Checkpoint.open(tmp_path / trimmed)).close()
                 assert ("headers only" in caplog.text) == ((store, trimmed) != ("new", "new-t"))
+                again = f"build WHOLE_CHECKPOINT {tmp_path / store} --trim OTHER_FOLDER`"
+                assert (again in caplog.text) == ((store, trimmed) == ("new", "old-t"))
+        assert run("build", made.path, tmp_path / "new", "--trim", tmp_path / "again").returncode == 0
+        caplog.clear()
+        open_store(tmp_path / "new", Checkpoint.open(tmp_path / "again")).close()
+        assert not caplog.text
 
 
 class TestTrimmed:

@@ -41,13 +41,15 @@ def open_store(path: str | Path, checkpoint: Checkpoint) -> Store:
             f"for this checkpoint with `moetier store build {checkpoint.path} OUT` into another folder"
         )
     if not checkpoint.identities.certain_of(known):
+        old = path if known.sampled is None else checkpoint.path
+        again = "" if known.sampled is None else " --trim OTHER_FOLDER"
         logger.warning(
-            "moetier: %s or %s was written by an older moetier, which knew a checkpoint by its headers only: they are "
-            "the same, as those of a fine-tune would be; `moetier store build WHOLE_CHECKPOINT %s` compares every "
-            "expert and records more",
+            "moetier: %s was written by an older moetier, which knew a checkpoint by its headers only: those are the "
+            "same, as a fine-tune's would be; `moetier store build WHOLE_CHECKPOINT %s%s` compares every expert and "
+            "records more",
+            old,
             path,
-            checkpoint.path,
-            path,
+            again,
         )
     return store
 

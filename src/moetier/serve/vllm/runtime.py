@@ -275,8 +275,8 @@ def tell_failure(error: Exception) -> None:
     with contextlib.suppress(Exception):
         for hybrid in _hybrids.values():
             hybrid.tell_if_late()
-    for settings in _models:
-        with contextlib.suppress(Exception), reported(settings.failure_file):
+    for key in _models:
+        with contextlib.suppress(Exception), reported(key.failure_file):
             raise error
     logger.error("moetier: the engine's process ends of %s: %s", type(error).__name__, error, exc_info=error)
 
