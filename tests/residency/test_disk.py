@@ -153,9 +153,16 @@ def test_only_the_file_that_was_opened_is_healed(
     assert caplog.text.count("not written back: the file was replaced since it was opened") == 1
 
 
-def test_a_store_that_is_replaced_while_it_is_opened_is_refused(store: Store) -> None:
-    store.path.rename(store.path.with_name("old"))
-    shutil.copytree(store.path.with_name("old"), store.path)
+def test_a_store_that_is_replaced_while_it_is_opened_is_refused(store: Store, right: np.ndarray) -> None:
+    root = store.path.parent
+    store.path.rename(root / "old")
+    shutil.copytree(root / "old", store.path)
+    reader = DiskReader(store, 1)
+    assert np.array_equal(read(reader, store), right), "a copy of it is as good"
+    reader.close()
+    shutil.rmtree(store.path)
+    write_checkpoint(root / "c2", hidden=96, intermediate=64, seed=9)
+    build_store(root / "c2", store.path)
     with pytest.raises(StoreError, match="found another store in its place; start again"):
         DiskReader(store, 1)
 
