@@ -66,10 +66,11 @@ class FixedWeights:
         super().discard(tags)  # type: ignore[misc]
 
 
+def load_weights(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refused; a function of the module, so that a model which has it can be copied and pickled."""
+    refuse("load_weights")
+
+
 def fix(model: torch.nn.Module) -> None:
     """Refuse every later `load_weights` of a model that is loaded, whichever worker it runs in."""
-
-    def load_weights(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse("load_weights")
-
     vars(model)["load_weights"] = load_weights
