@@ -1,9 +1,11 @@
 """Heat survives restarts and crashes, and is never worth stopping a server for."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from moetier.residency import Heat
+from moetier.store import files
 
 IDENTITY = "a" * 64
 
@@ -138,3 +141,76 @@ def test_a_call_of_each_of_several_layers_counts_as_they_do_one_by_one() -> None
     alone.add(0, experts[:2], pairs[:2], sequences=2)
     alone.add(2, experts[2:], pairs[2:], sequences=2)
     assert together.counts.tolist() == alone.counts.tolist() == [[0, 1, 0, 2], [0] * 4, [0, 0, 0, 2]]
+
+
+def test_what_two_savers_counted_is_in_the_file(tmp_path: Path) -> None:
+    """Two servers of one store, or the stages of a pipeline."""
+    path, one = tmp_path / "heat.json", (np.arange(4), np.ones(4, np.int32))
+    first, second = Heat.load(path, 2, 4, IDENTITY), Heat.load(path, 2, 4, IDENTITY)
+    for _ in range(2):
+        first.add(0, *one)
+        second.add(1, *one)
+        first.save(path)
+        second.save(path)
+        first.save(path)  # nothing new: nothing is added twice
+    assert Heat.load(path, 2, 4, IDENTITY).counts.tolist() == [[2] * 4, [2] * 4]
+
+
+def test_a_file_that_was_removed_comes_back_with_all_that_is_known(tmp_path: Path) -> None:
+    path, one = tmp_path / "heat.json", (np.arange(4), np.ones(4, np.int32))
+    heat = Heat.load(path, 2, 4, IDENTITY)
+    heat.add(0, *one)
+    heat.save(path)
+    path.unlink()
+    heat.save(path)
+    assert Heat.load(path, 2, 4, IDENTITY).counts[0].tolist() == [1] * 4
+
+
+def test_savers_with_one_process_id_do_not_tear_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in containers are all process 1: one writes while the other renames, and no lock helps."""
+    path = tmp_path / "heat.json"
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    half, renamed, errors = threading.Event(), threading.Event(), []
+    real = files.write_all
+
+    def write_all(fd: int, data: memoryview, offset: int) -> None:
+        if threading.current_thread() is slow:
+            real(fd, data[:20], 0)
+            half.set()
+            renamed.wait(60)
+            real(fd, data[20:], 20)
+        else:
+            slow.start()
+            half.wait(60)
+            real(fd, data, offset)
+
+    monkeypatch.setattr(files, "write_all", write_all)
+
+    def save() -> None:
+        try:
+            warm().save(path)
+        except OSError as error:
+            errors.append(error)
+
+    slow = threading.Thread(target=save)
+    warm().save(path)
+    assert json.loads(path.read_text())["counts"], "whole after the first one's rename"
+    renamed.set()
+    slow.join()
+    assert not errors
+    assert Heat.load(path, 2, 4, IDENTITY).counts.any()
+    assert [one.name for one in tmp_path.iterdir()] == ["heat.json"]
+
+
+def test_a_saver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, waits = tmp_path / "heat.json", []
+    monkeypatch.setattr("time.sleep", waits.append)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        warm().save(path)
+    finally:
+        os.close(fd)
+    assert 1 < sum(waits) < 3
+    assert Heat.load(path, 2, 4, IDENTITY).counts.any()

@@ -20,7 +20,7 @@ def flip_a_bit_of_every_record(store: Path, layer: int) -> None:
 
 
 def zero_the_weights(model: Path) -> None:
-    """What lies behind the header; so it is still the same checkpoint by its identity."""
+    """What lies behind the header: who opened it before heals nothing from it, and a start refuses it."""
     shards = list(model.glob("*.safetensors"))
     assert shards
     for shard in shards:

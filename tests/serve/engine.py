@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -46,30 +47,37 @@ def run_engine(
     engine: arguments of vllm.LLM. The result: tokens, logprobs, our counters and vLLM's.
     """
     job = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "prompt_logprobs": prompt_logprobs}
+    found: dict[str, Any] = in_engine_process(_result, job)
+    return found
+
+
+def in_engine_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module returns in a process that imported vLLM; RuntimeError with its output if it fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with mock.patch.dict(os.environ, ENVIRONMENT), tempfile.TemporaryDirectory() as folder:
         forkserver.ensure_running()  # in this environment, of which libraries read a part when they are imported
         said, result = Path(folder) / "said", Path(folder) / "result"
         said.touch()
-        process = context.Process(target=_run, args=(job, dict(os.environ), said, result))
+        process = context.Process(target=_run, args=(function, arguments, dict(os.environ), said, result))
         process.start()
         process.join(LIMIT_SECONDS)
         if process.exitcode != 0:
             process.kill()
             raise RuntimeError(f"engine failed with {process.exitcode}:\n{said.read_text(errors='replace')[-8000:]}")
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
+        return json.loads(result.read_text())
 
 
-def _run(job: dict[str, Any], environment: dict[str, str], said: Path, result: Path) -> None:
+def _run(
+    function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], said: Path, result: Path
+) -> None:
     """In the new process: what it and its children say goes to a file."""
     with said.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     os.environ.clear()  # of whoever started the process that this is a fork of
     os.environ.update(environment)
-    result.write_text(json.dumps(_result(job)))
+    result.write_text(json.dumps(function(*arguments)))
 
 
 def moetier(store: Path, **settings: Any) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xxhash
 
 from moetier.formats import RecordLayout
 from moetier.store.build import build_store
@@ -23,7 +26,7 @@ def huge(folder: Path, *, layers: int, experts: int, hidden: int, intermediate: 
     build_store(model, store)
     try:
         _stretch_checkpoint(model, hidden, intermediate)
-        _stretch_store(store, Checkpoint.open(model).identity(), hidden, intermediate)
+        _stretch_store(store, Checkpoint.open(model), hidden, intermediate)
     except OSError as error:
         pytest.skip(f"wants sparse files of some TB: {error.strerror}")
     return model, store
@@ -55,15 +58,22 @@ def _stretch_checkpoint(model: Path, hidden: int, intermediate: int) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def _stretch_store(store: Path, identity: str, hidden: int, intermediate: int) -> None:
+def _stretch_store(store: Path, model: Checkpoint, hidden: int, intermediate: int) -> None:
     small = Manifest.read(store)
     geometry = GeometryEntry(
         hidden=hidden, intermediate=intermediate, experts=small.geometry.experts, top_k=small.geometry.top_k
     )
     manifest = small.model_copy(update={"geometry": geometry})
     stride = RecordLayout.of(manifest.layer_geometry).stride
-    checkpoint = small.checkpoint.model_copy(update={"identity": identity})
-    manifest = manifest.model_copy(update={"record_stride": stride, "checkpoint": checkpoint})
+    checkpoint = small.checkpoint.model_copy(update={"identity": model.identity(), "headers": model.headers})
+    zeros = xxhash.xxh3_64_intdigest(bytes(stride))
+    sums = np.full(geometry.experts, zeros, "<u8").tobytes()
+    layers = tuple(
+        layer.model_copy(update={"sums_sha256": hashlib.sha256(sums).hexdigest()}) for layer in manifest.layers
+    )
+    manifest = manifest.model_copy(update={"record_stride": stride, "checkpoint": checkpoint, "layers": layers})
+    for layer in layers:
+        (store / layer.sums).write_bytes(sums)
     (store / FILE).write_bytes(manifest.to_json())
     for records in store.glob("*.records"):
         with records.open("r+b") as file:

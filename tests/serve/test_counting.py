@@ -115,5 +115,6 @@ def test_metrics_have_every_counter() -> None:
     assert 'moetier_reads_total{layer="3",rank="0",tier="disk"} 1.0' in text
     assert 'moetier_hits_total{layer="4",rank="1"} 0.0' in text
     assert 'moetier_store_reads_total{rank="1"} 7.0' in text
+    assert 'moetier_store_direct{rank="1"} 1.0' in text
     for name in ("cpu_microseconds", "wait_microseconds", "streamed_bytes", "slot_fills", "misses", "records_healed"):
         assert f"moetier_{name}_total" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,19 @@ def test_each_tier_did_what_it_was_asked(results: dict[str, dict[str, Any]]) -> 
 
 
 def test_expert_bytes_are_not_read_at_load(nano: Path, store: Path, prompts: list[list[int]], tmp_path: Path) -> None:
-    """With every expert's bytes in the checkpoint replaced by zeros, the same tokens come out."""
+    """Without any expert's bytes in the checkpoint the same tokens come out; zeros in their place are refused."""
     from moetier.store.checkpoint import Checkpoint, is_expert_tensor
+    from moetier.store.trim import trim_checkpoint
+    from tests.store.older import older_store
+
+    few = prompts[:4]
+    whole = run_engine(few, 8, model=str(nano), **moetier(store, dram_records="50%"))
+    trim_checkpoint(Checkpoint.open(nano), tmp_path / "trimmed")
+    trimmed = run_engine(few, 8, model=str(tmp_path / "trimmed"), **moetier(store, dram_records="50%"))
+    assert trimmed["tokens"] == whole["tokens"]
 
     hollow = tmp_path / "hollow"
-    hollow.mkdir()
-    for file in nano.iterdir():
-        (hollow / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(nano, hollow)
     zeroed = 0
     for name, tensor in Checkpoint.open(hollow).tensors.items():
         if is_expert_tensor(name):
@@ -81,9 +88,12 @@ def test_expert_bytes_are_not_read_at_load(nano: Path, store: Path, prompts: lis
                 shard.write(b"\0" * tensor.nbytes)
             zeroed += tensor.nbytes
     assert zeroed > 4_000_000
-    few = prompts[:4]
-    whole = run_engine(few, 8, model=str(nano), **moetier(store, dram_records="50%"))
-    assert run_engine(few, 8, model=str(hollow), **moetier(store, dram_records="50%"))["tokens"] == whole["tokens"]
+    with pytest.raises(RuntimeError, match="was built from another checkpoint"):
+        run_engine(few, 8, model=str(hollow), **moetier(store, dram_records="50%"))
+    shutil.copytree(store, tmp_path / "older")
+    older_store(tmp_path / "older")
+    with pytest.raises(RuntimeError, match=r"layer \d, expert \d+: the store"):
+        run_engine(few, 8, model=str(hollow), **moetier(tmp_path / "older", dram_records="50%"))
 
 
 def test_float32_agrees_with_stock_vllm(nano: Path, store: Path, shared_models: Path, prompts: list[list[int]]) -> None:

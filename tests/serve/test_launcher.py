@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from moetier.store.build import build_store
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.trim import trim_checkpoint
 from tests.serve.damage import flip_a_bit_of_every_record, zero_the_weights
 from tests.serve.server import LIMIT_SECONDS, Server, free_port, refused, serving
 from tests.serve.sparse import huge
@@ -232,16 +234,26 @@ def test_flipped_bytes_are_healed_else_the_engine_stops(model: Path, store: Path
         assert waiting.join().error is not None
         assert waiting.text == ""
         check_names_the_record(server.error, store, layer=2)
+        assert "Restore the checkpoint or build the store again" in server.error
 
 
 def test_flipped_bytes_that_cannot_be_healed_stop_the_start(model: Path, store: Path, tmp_path: Path) -> None:
-    zero_the_weights(model)
+    """A trimmed checkpoint has no experts to heal from."""
+    trim_checkpoint(Checkpoint.open(model), tmp_path / "trimmed")
     flip_a_bit_of_every_record(store, layer=1)
     before = content(store)
-    with Server(model, store, tmp_path / "out") as server:
+    with Server(tmp_path / "trimmed", store, tmp_path / "out") as server:
         assert server.wait_exit() == 2
         check_names_the_record(server.error, store, layer=1)
+        assert "was trimmed and has no experts" in server.error
     assert content(store) == before
+
+
+def test_a_checkpoint_whose_weights_changed_is_refused_at_the_start(model: Path, store: Path, tmp_path: Path) -> None:
+    zero_the_weights(model)
+    with Server(model, store, tmp_path / "out") as server:
+        assert server.wait_exit() == 2
+        assert "was built from another checkpoint: expected identity" in server.error
 
 
 def check_names_the_record(error: str, store: Path, layer: int) -> None:
@@ -250,4 +262,3 @@ def check_names_the_record(error: str, store: Path, layer: int) -> None:
     assert len(error.splitlines()) == 1
     assert re.search(rf"layer {number}, expert \d+ in {store}/layer-0000{number}.records", error)
     assert "cannot be healed" in error
-    assert "Restore the checkpoint or build the store again" in error

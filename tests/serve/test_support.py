@@ -177,3 +177,50 @@ def test_the_real_engine_refuses(nano: Path, tmp_path: Path, engine: dict[str, A
     arguments = {"model": str(nano), **moetier(tmp_path / "store", dram_records=0), **engine}
     with pytest.raises(RuntimeError, match=reason):
         run_engine([[1, 2, 3]], 1, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism is not served: expected 1 stage, found 2"),
+        ({"weight_transfer_config": object()}, "weight transfer is not served"),
+    ],
+    ids=["pipeline", "weight-transfer"],
+)
+def test_engines_that_are_refused_before_anything_is_opened(changes: dict[str, Any], reason: str) -> None:
+    from moetier.serve.vllm.runtime import tiered_model
+
+    def engine(pipeline_parallel_size: int = 1, weight_transfer_config: object = None) -> SimpleNamespace:
+        return SimpleNamespace(
+            additional_config={"moetier": {"store": "/there/is/none"}},
+            model_config=SimpleNamespace(model="/there/is/none"),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size),
+            weight_transfer_config=weight_transfer_config,
+        )
+
+    with pytest.raises(UnsupportedModelError, match=reason):
+        tiered_model(engine(**changes))
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (("-pp", "2"), "expected 1 stage, found 2"),
+        (("--pipeline-parallel-size=2",), "expected 1 stage, found 2"),
+        (("--pipeline_parallel_size", "4"), "expected 1 stage, found 4"),
+        (("--pipeline-parallel-size", "1", "-pp", "2"), "expected 1 stage, found 2"),
+        (("--weight-transfer-config", "{}"), "weights are not changed while serving"),
+        (("--weight-transfer-config.backend", "nccl"), "weights are not changed while serving"),
+        (("-pp", "1"), None),
+        (("--tensor-parallel-size", "2"), None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_of_vllm_that_are_refused_before_it_starts(extra: tuple[str, ...], reason: str | None) -> None:
+    from moetier.serve.refused import check_arguments
+
+    if reason is None:
+        check_arguments(extra)
+        return
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_arguments(extra)

@@ -11,6 +11,7 @@ from moetier.formats import Family, LayerGeometry
 from moetier.store.check import first_difference
 from moetier.store.checkpoint import Checkpoint, MoeLayer, is_expert_tensor
 from tests.store.checkpoints import write_checkpoint, write_safetensors
+from tests.store.older import overwrite
 
 
 def rewrite(path, change):
@@ -90,16 +91,13 @@ def test_expert_names_of_nano_are_exactly_those_the_store_holds(nano):
     assert not [name for name in checkpoint.tensors if ".experts." in name and name not in set(names)]
 
 
-def test_identity_changes_with_every_part_and_content_only_when_deep(tmp_path):
+def test_identity_changes_with_every_part_and_with_all_content_when_deep(tmp_path):
     made = write_checkpoint(tmp_path / "a")
     first = Checkpoint.open(made.path)
     seen = {first.identity()}
     deep = first.identity(deep=True)
 
-    shard = made.path / "model-00001-of-00001.safetensors"
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    overwrite(made.path, "model.layers.1.mlp.experts.0.up_proj.weight", 400, b"\x7e")  # between two samples
     assert Checkpoint.open(made.path).identity() in seen
     assert Checkpoint.open(made.path).identity(deep=True) != deep
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moetier.store.files import write_output
+from moetier.store import files
+from moetier.store.files import write_durably, write_output
 
 
 @contextmanager
@@ -53,3 +54,30 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     reader.join()
     assert read == ["text"]
     assert path.is_fifo()
+
+
+def test_many_writers_leave_one_whole_file(tmp_path: Path) -> None:
+    path, texts = tmp_path / "state", [bytes([65 + n]) * 100_000 for n in range(4)]
+    writers = [threading.Thread(target=lambda t=text: [write_durably(path, t) for _ in range(10)]) for text in texts]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        if path.exists():
+            seen.add(path.read_bytes())
+    for writer in writers:
+        writer.join()
+    assert seen | {path.read_bytes()} <= set(texts)
+    assert [one.name for one in tmp_path.iterdir()] == ["state"]
+
+
+def test_what_a_killed_writer_left_goes_once_it_is_old(tmp_path: Path) -> None:
+    old, young, others = (tmp_path / name for name in (f"state.{'a' * 16}.tmp", f"state.{'b' * 16}.tmp", "state.tmp"))
+    for path in (old, young, others):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    os.utime(others, (0, 0))
+    write_durably(tmp_path / "state", b"whole")
+    assert {one.name for one in tmp_path.iterdir()} == {"state", young.name, others.name}
+    files.sweep(tmp_path / "state")
+    assert {one.name for one in tmp_path.iterdir()} == {"state", others.name}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from moetier.store.trim import trim_checkpoint
 from moetier.store.verify import verify_store
 from tests.store.checkpoints import write_checkpoint
 from tests.store.hub import TOKEN, serving
+from tests.store.older import overwrite
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
 
@@ -280,3 +282,31 @@ def test_a_disk_that_is_full_is_not_taken_for_the_network(made, hub, tmp_path):
     cache.fetcher.stream = lambda f, start, stop, sink: full(b"")
     with pytest.raises(StoreError, match="No space left on device; free some space"), cache.hold("a"):
         pass
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["all", "experts"])
+@pytest.mark.parametrize("there", ["both", "store", "trimmed"])
+def test_what_is_there_of_another_commit_is_refused(made, hub, tmp_path, there, dense):
+    """Weights that were replaced under the same names: headers do not tell."""
+    build(tmp_path)
+    write_checkpoint(made.path, layers=(1, 2, 3), shards=6, seed=7)
+    if dense:
+        overwrite(made.path, "model.layers.1.mlp.gate.weight", 300, b"\x42")
+    hub.commit = "f" * 40
+    for name in {"both": (), "store": ("t",), "trimmed": ("s",)}[there]:
+        shutil.rmtree(tmp_path / name)
+    with pytest.raises(StoreError, match=r"is of another commit than f{40}|are of different commits") as raised:
+        build(tmp_path)
+    assert f"remove {tmp_path / 's'} and {tmp_path / 't'} and run the command again" in str(raised.value)
+    for name in ("s", "t"):
+        shutil.rmtree(tmp_path / name)
+    build(tmp_path)
+    check_result(made, tmp_path)
+
+
+def test_a_folder_of_the_users_is_not_taken_for_a_download(made, hub, tmp_path):
+    (tmp_path / "s.download").mkdir()
+    (tmp_path / "s.download" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="exists and is no rest of a download"):
+        build(tmp_path)
+    assert (tmp_path / "s.download" / "thesis.txt").read_text() == "years of work"

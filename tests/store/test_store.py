@@ -19,6 +19,7 @@ from moetier.store.checkpoint import Checkpoint
 from moetier.store.store import Store
 from moetier.store.verify import verify_store
 from tests.store.checkpoints import write_checkpoint
+from tests.store.older import overwrite
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +240,7 @@ def test_verify_tells_the_checkpoint_and_with_deep_its_content(tmp_path):
     build_store(made.path, tmp_path / "shallow")
     build_store(made.path, tmp_path / "deep", deep=True)
     assert not verify_store(tmp_path / "deep", checkpoint=made.path).bad
-    flip(
-        made.path / "model-00001-of-00001.safetensors",
-        (made.path / "model-00001-of-00001.safetensors").stat().st_size - 1,
-    )
+    overwrite(made.path, "model.layers.1.mlp.gate.weight", 100, b"\x42")  # no expert, and between two samples
     assert not verify_store(tmp_path / "shallow", checkpoint=made.path).bad
     with pytest.raises(StoreError, match="was built from other weights"):
         verify_store(tmp_path / "deep", checkpoint=made.path)

@@ -13,7 +13,7 @@ from moetier.errors import CheckpointError, StoreError
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
 from moetier.store.store import Store
-from moetier.store.trim import delete_source_of, trim_checkpoint
+from moetier.store.trim import trim_checkpoint
 from tests.store.checkpoints import write_checkpoint
 
 
@@ -148,19 +148,6 @@ def test_the_source_is_deleted_only_when_asked_twice_with_check_and_trim(made, t
     with Store.open(tmp_path / "s", trimmed.identity()) as store:
         record = np.empty(store.manifest.record_stride, np.uint8)
         store.read_record(1, 3, record)
-
-
-def test_nothing_is_deleted_when_a_record_is_bad_or_the_copy_is_not_there(made, tmp_path):
-    build_store(made.path, tmp_path / "s")
-    with pytest.raises(CheckpointError, match="nothing was deleted"):
-        delete_source_of(made.path, tmp_path / "s", tmp_path / "t")
-    trim_checkpoint(Checkpoint.open(made.path), tmp_path / "t")
-    raw = bytearray((tmp_path / "s" / "layer-00001.records").read_bytes())
-    raw[10] ^= 1
-    (tmp_path / "s" / "layer-00001.records").write_bytes(raw)
-    with pytest.raises(StoreError, match="1 bad records: build it again; nothing was deleted"):
-        delete_source_of(made.path, tmp_path / "s", tmp_path / "t")
-    Checkpoint.open(made.path).read_expert(0, 0)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "interrupted"])

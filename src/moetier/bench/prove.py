@@ -22,7 +22,7 @@ from moetier.layer.identity import check_random
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.files import read_small
-from moetier.store.store import Store
+from moetier.store.match import open_store
 
 CALLS = 500
 """Random layer calls of the identity check."""
@@ -48,7 +48,7 @@ def prove(
             say(f"building the store of {model.name}")
             build_store(model, place.store, check=2)
         say(f"identity: {calls} layer calls through every path of this machine")
-        with Store.open(place.store, checkpoint_identity=checkpoint.identity()) as opened:
+        with open_store(place.store, checkpoint) as opened:
             identity = dataclasses.asdict(check_random(opened, calls, 0))
         root = Path(__file__).resolve().parents[3]
         run = Run(

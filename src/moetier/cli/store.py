@@ -19,10 +19,11 @@ from moetier.cli.serving.options import SkipSupportCheck
 from moetier.errors import SettingsError
 from moetier.store.build import build_from
 from moetier.store.checkpoint import Checkpoint
+from moetier.store.delete import Deleted, delete_source_of
 from moetier.store.remote.build import build_remote
 from moetier.store.remote.hub import SCHEME
 from moetier.store.store import Store
-from moetier.store.trim import delete_source_of, trim_checkpoint
+from moetier.store.trim import trim_checkpoint
 from moetier.store.verify import verify_store
 from moetier.store.work import Progress as Step
 from moetier.store.work import Report
@@ -75,7 +76,7 @@ def build(
             "--delete-source deletes the checkpoint's weights for good: give it twice, with --check N (at least 1) and "
             "--trim FOLDER"
         )
-    freed, console = 0, Console(stderr=True)
+    deleted, console = Deleted(0), Console(stderr=True)
 
     def accept(found: Checkpoint) -> None:
         proceed(decided_here(found.facts), skip_support_check, console)
@@ -106,11 +107,14 @@ def build(
             if trim is not None:
                 trim_checkpoint(Checkpoint.open(checkpoint), trim, step)
             if delete_source and trim is not None:
-                freed = delete_source_of(Path(checkpoint), out, trim, step)
+                deleted = delete_source_of(Path(checkpoint), out, trim, step)
     if as_json:
-        _print_json({**asdict(report), "trimmed": None if trim is None else str(trim), "bytes_deleted": freed})
+        about = {"trimmed": None if trim is None else str(trim)}
+        _print_json({**asdict(report), **about, "bytes_deleted": deleted.bytes, "stayed": deleted.stayed})
         return
     what = "was there already, nothing rebuilt" if report.already_complete else f"built in {report.seconds:.1f} s"
+    if report.already_complete and report.content_compared:
+        what += "; it is of the checkpoint's very content"
     rows = {
         "store": f"{report.store} ({what})",
         "records": f"{report.layers} layers x {report.experts} experts of {report.record_stride:,} bytes",
@@ -123,7 +127,9 @@ def build(
     if trim is not None:
         rows["trimmed checkpoint"] = str(trim)
     if delete_source:
-        rows["deleted"] = f"{freed:,} bytes of {checkpoint}"
+        rows["deleted"] = f"{deleted.bytes:,} bytes of {checkpoint}"
+        for number, file in enumerate(deleted.stayed):
+            rows["stayed" if not number else " " * number] = file
     _print_rows(rows)
     _print_losses(report.losses)
 

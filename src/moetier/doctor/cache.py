@@ -57,7 +57,7 @@ def save_rates(rates: Rates) -> Path:
     path = rates_file(rates.identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, rates.model_dump_json(indent=1).encode(), f".{os.getpid()}")
+        write_durably(path, rates.model_dump_json(indent=1).encode())
     except OSError as error:
         raise SettingsError(
             f"{path}: measured rates cannot be kept ({error.strerror}); free space, or set XDG_CACHE_HOME to a folder "

@@ -210,7 +210,7 @@ def save(calibration: Calibration, path: Path) -> None:
     """Replace the file, whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, calibration.model_dump_json(by_alias=True, indent=1).encode(), f".{os.getpid()}")
+        write_durably(path, calibration.model_dump_json(by_alias=True, indent=1).encode())
     except OSError as error:
         raise SettingsError(
             f"{path}: corrections cannot be kept ({error.strerror}); name another with --out"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 MAX_BYTES = 64 << 20
 """Far more than the counts of any model need; a larger file is not one of ours."""
+LOCK_TRIES = 100
+LOCK_PAUSE_SECONDS = 0.02
+"""Between them: two seconds in all."""
 
 
 class Heat:
@@ -38,13 +45,10 @@ class Heat:
         """Read `path` if it is a heat file of the checkpoint `identity`, else start cold."""
         heat = cls(layers, experts, identity)
         try:
-            state = json.loads(read_small(path, MAX_BYTES))
-            counts = np.array(state["counts"], np.uint64)
-            if state["format"] != FORMAT or state["identity"] != identity or counts.shape != heat.counts.shape:
-                raise ValueError("it belongs to another checkpoint or version")
+            counts = _read(path, identity, heat.counts.shape)
         except FileNotFoundError:
             return heat
-        except (MoetierError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (MoetierError, *_UNREADABLE) as error:
             logger.warning("heat file %s is not used (%s); starting cold, it is replaced at the next save", path, error)
             return heat
         heat.counts = counts
@@ -69,16 +73,59 @@ class Heat:
         return order[:number].astype(np.int32)
 
     def save(self, path: Path) -> None:
-        """Write atomically: a kill leaves the old file or the new one. Does nothing if nothing was counted.
+        """Add what was counted since the last save to the file: a kill leaves the old file or the new one.
 
-        Nor where `path` is a device such as /dev/null, or a pipe: the new file would take its place.
+        Several processes may save to one file (servers that share a store): each adds its own counts to what the file
+        holds by then. Does nothing if nothing was counted, nor where `path` is a device such as /dev/null, or a pipe:
+        the new file would take its place.
         """
         if path.exists() and not path.is_file():
             return
         counts = self.counts.copy()
         if np.array_equal(counts, self._saved) and path.exists():
             return
-        state = {"format": FORMAT, "identity": self._identity, "counts": counts.tolist()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, json.dumps(state).encode(), f".{os.getpid()}")  # servers may share a store
+        with _alone(path.parent):
+            total = self._of_others(path) + (counts - self._saved)
+            state = {"format": FORMAT, "identity": self._identity, "counts": total.tolist()}
+            write_durably(path, json.dumps(state).encode())
         self._saved = counts
+
+    def _of_others(self, path: Path) -> NDArray[np.uint64]:
+        """What the file holds now; where it is gone or no use, what we last knew of it."""
+        try:
+            return _read(path, self._identity, self.counts.shape)
+        except (MoetierError, *_UNREADABLE):
+            return self._saved
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+
+def _read(path: Path, identity: str, shape: tuple[int, ...]) -> NDArray[np.uint64]:
+    state = json.loads(read_small(path, MAX_BYTES))
+    counts = np.array(state["counts"], np.uint64)
+    if state["format"] != FORMAT or state["identity"] != identity or counts.shape != shape:
+        raise ValueError("it belongs to another checkpoint or version")
+    return counts
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other savers of this folder's heat out; one that hangs, or a file system without locks, is not waited for.
+
+    Then two may save at once: the file is whole, and lacks what one of them counted of late.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOCK_PAUSE_SECONDS)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(fd)

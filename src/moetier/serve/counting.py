@@ -32,6 +32,8 @@ class Snapshot:
     disk_bytes: int
     disk_retries: int
     healed: int
+    direct: bool = True
+    """Whether reads of the store bypass the page cache."""
 
     @classmethod
     def of(cls, model: TieredModel) -> Snapshot:
@@ -43,6 +45,7 @@ class Snapshot:
             disk.bytes,
             disk.retries,
             model.healer.healed if model.healer else 0,
+            model.reader.direct,
         )
 
     @classmethod

@@ -27,7 +27,7 @@ from moetier.serve.naming import layer_number
 from moetier.serve.tensors import run_hybrid_layer, run_layer
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
-from moetier.store.store import Store
+from moetier.store.match import compare_some, open_store
 
 NAME = "moetier"
 """Name of the experts implementation, as in `experts_implementation="moetier"`."""
@@ -71,7 +71,8 @@ def load_model(
     """
     checkpoint = Checkpoint.open(path)
     _check_plain(checkpoint)
-    store = Store.open(settings.store, checkpoint_identity=checkpoint.identity())
+    store = open_store(settings.store, checkpoint)
+    compare_some(store, checkpoint)
     layers = [layer for layer in store.manifest.layers if layer.number < checkpoint.hidden_layers]
     place = _device_of(settings, device)
     cpu_tokens = settings.planned_tokens if settings.slots else max_tokens

@@ -2,6 +2,8 @@
 
 Everything is written to OUT.partial. A layer is whole once its checksum file exists, which is written after the records
 are on the disk; store.json comes last; then the folder gets its name.
+
+finished.py has what happens to a store that is there already.
 """
 
 from __future__ import annotations
@@ -19,20 +21,18 @@ from numpy.typing import NDArray
 
 from moetier.decision.decide import decide
 from moetier.errors import CheckpointError, StoreError
-from moetier.formats import RecordLayout
 from moetier.formats.requantize import Loss
 from moetier.store import manifest as fmt
 from moetier.store.check import Checker
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.describe import LOSS, LayerFiles, describe, layer_files
-from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
+from moetier.store.describe import LOSS, LayerFiles, describe, entry_before, layer_files
+from moetier.store.files import locked_folder, store_errors, sweep, sync_folder, write_all, write_durably
+from moetier.store.finished import LOCK, Finished, Target
 from moetier.store.manifest import Manifest
-from moetier.store.store import Store, slice_sums
+from moetier.store.store import slice_sums
 from moetier.store.work import Meter, Report, default_threads, for_each
 
-PARTIAL = ".partial"
 PLAN = "build.json"
-LOCK = "build.lock"
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class BuildReport:
     layers_resumed: int
     experts_checked: int
     already_complete: bool
+    content_compared: bool
+    """Whether the checkpoint's whole content was read, to record its hash or to compare it."""
     seconds: float
     losses: dict[int, dict[str, float]]
     """What re-quantization did, per layer number; empty where the values are the checkpoint's own."""
@@ -103,70 +105,44 @@ def build_from(
     start = time.monotonic()
     if served:
         decide(checkpoint.facts).require()
-    build = _Build(checkpoint, Path(out_path).absolute(), slices, deep, threads or default_threads())
-    existing = build.existing()
+    target = Target(checkpoint, Path(out_path).absolute(), slices, deep, threads or default_threads())
+    build, finished = _Build(target), Finished(target)
+    existing = finished.manifest()
     if existing is None:
-        with locked_folder(build.partial, LOCK):
-            existing = build.existing()  # another process may have finished it while we waited for the lock
+        with locked_folder(target.partial, LOCK):
+            existing = finished.manifest()  # another process may have finished it while we waited for the lock
             if existing is None:
-                return replace(build.run(check, progress), seconds=time.monotonic() - start)
-            build.clean(build.partial)
-    with store_errors(f"{build.out} cannot be tidied"):
-        build.clean(build.out)  # the build that made it may have been killed right after the rename
-    report = build.report(existing, 0, 0, build.check_existing(check, progress))
+                with finished.reopened():
+                    report = build.run(check, progress)
+                return replace(report, seconds=time.monotonic() - start)
+            build.clean(target.partial)
+    with store_errors(f"{target.out} cannot be tidied"):
+        build.clean(target.out)  # the build that made it may have been killed right after the rename
+    existing, compared = finished.settle(existing, progress)
+    report = build.report(existing, 0, 0, compared or build.check_existing(check, progress))
     return replace(report, already_complete=True, seconds=time.monotonic() - start)
 
 
 class _Build:
-    """One build: what is built from what, and the steps of it."""
+    """One build: the steps from nothing, or from what an earlier one left, to a finished store."""
 
-    def __init__(self, checkpoint: Checkpoint, out: Path, slices: int, deep: bool, threads: int) -> None:
-        self.checkpoint = checkpoint
-        self.out = out
-        if not out.name:
-            raise StoreError(f"{out}: expected the name of a new folder, found the root; choose another OUT")
-        self.partial = out.with_name(out.name + PARTIAL)
-        self.geometry = replace(checkpoint.geometry, slices=slices)
-        self.layout = RecordLayout.of(self.geometry)
-        self.identity = checkpoint.identity()
-        self.deep = deep
-        self.threads = threads
-        self.layer_bytes = self.geometry.experts * self.layout.stride
-        self.sums_bytes = 8 * self.geometry.experts * self.geometry.slices
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.checkpoint, self.geometry, self.layout = target.checkpoint, target.geometry, target.layout
+        self.out, self.partial = target.out, target.partial
+        self._before: Manifest | None = None
+        self._deep = target.deep
         self._local = threading.local()
-
-    def existing(self) -> Manifest | None:
-        """The manifest of a whole store at OUT that is the one to build; None if OUT is free; else StoreError."""
-        if self.out.is_symlink() and not (self.out / fmt.FILE).exists():
-            raise StoreError(
-                f"{self.out} is a link that leads to no store: expected a free name; name the folder itself, or "
-                "remove the link"
-            )
-        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
-            return None
-        remedy = "choose another OUT, or remove that folder yourself"
-        if not (self.out / fmt.FILE).exists():
-            raise StoreError(f"{self.out} exists and is no store: expected a free name; {remedy}")
-        with Store.open(self.out) as store:
-            found = store.manifest
-        for what, wanted, have in (
-            ("checkpoint identity", self.identity, found.checkpoint.identity),
-            ("slices", self.geometry.slices, found.slices),
-        ):
-            if wanted != have:
-                raise StoreError(
-                    f"{self.out} is the store of another build: expected {what} {wanted}, found {have}; {remedy}"
-                )
-        return found
 
     def run(self, check: int, progress: Report | None) -> BuildReport:
         """Build what is missing, check, write store.json and give the folder its name. The lock is held."""
         self.checkpoint.require_experts()
         layers = range(len(self.checkpoint.moe_layers))
         self._write_plan()
+        self._read_before()
         missing = [layer for layer in layers if not self._is_whole(layer)]
         self._check_space(missing)
-        with ThreadPoolExecutor(self.threads, "moetier-build") as pool:
+        with ThreadPoolExecutor(self.target.threads, "moetier-build") as pool:
             meter = Meter("build", len(layers) * self.geometry.experts, progress)
             meter.add((len(layers) - len(missing)) * self.geometry.experts)
             checker = Checker(self.checkpoint, self.layout, check, pool, progress)
@@ -175,7 +151,7 @@ class _Build:
                     self._build_layer(layer, pool, meter)
                 if layer in missing or not self.checkpoint.shards.remote:
                     checker.check(layer, self._files(layer))
-        manifest = describe(self.checkpoint, self.geometry, self.partial, self.deep)
+        manifest = describe(self.checkpoint, self.geometry, self.partial, self._deep, self._before)
         self._check_source_unchanged()
         with store_errors(f"{self.partial / fmt.FILE} cannot be written"):
             write_durably(self.partial / fmt.FILE, manifest.to_json())
@@ -187,7 +163,7 @@ class _Build:
 
     def check_existing(self, check: int, progress: Report | None) -> int:
         """Check a store that is there already; the number of experts compared."""
-        with ThreadPoolExecutor(self.threads, "moetier-check") as pool:
+        with ThreadPoolExecutor(self.target.threads, "moetier-check") as pool:
             checker = Checker(self.checkpoint, self.layout, check, pool, progress)
             for layer, moe in enumerate(self.checkpoint.moe_layers):
                 if not self.checkpoint.shards.remote:
@@ -195,7 +171,9 @@ class _Build:
             return checker.checked
 
     def clean(self, folder: Path) -> None:
-        """Remove what only a build needs; the folder too if nothing is left in it."""
+        """Remove what only a build needs, and what killed ones left; the folder too if nothing is left in it."""
+        for path in (folder / fmt.FILE, folder / PLAN, *folder.glob("layer-*.sums"), *folder.glob(f"layer-*{LOSS}")):
+            sweep(path)
         for path in (*folder.glob(f"*{LOSS}"), folder / PLAN, folder / LOCK):
             if path.exists():  # a store on a read-only disk must not be written to for nothing
                 path.unlink(missing_ok=True)
@@ -207,18 +185,19 @@ class _Build:
         return BuildReport(
             store=str(self.out),
             checkpoint=str(self.checkpoint.path),
-            identity=self.identity,
+            identity=manifest.checkpoint.identity,
             source_format=self.checkpoint.source_format,
             requantized=self.checkpoint.requantized,
             slices=self.geometry.slices,
             layers=layers,
             experts=self.geometry.experts,
             record_stride=self.layout.stride,
-            bytes=layers * self.layer_bytes,
+            bytes=layers * self.target.layer_bytes,
             layers_built=built,
             layers_resumed=resumed,
             experts_checked=checked,
             already_complete=False,
+            content_compared=self.target.deep,
             seconds=0.0,
             losses={entry.number: entry.loss.model_dump() for entry in manifest.layers if entry.loss is not None},
         )
@@ -234,7 +213,8 @@ class _Build:
             "layout": fmt.LAYOUT,
             "slices": self.geometry.slices,
             "record_stride": self.layout.stride,
-            "identity": self.identity,
+            "identity": self.target.known.sampled or self.target.known.headers,
+            **({"version": self.checkpoint.shards.version} if self.checkpoint.shards.version else {}),
         }
         path = self.partial / PLAN
         if not path.exists():
@@ -249,16 +229,45 @@ class _Build:
             found = None
         if found != plan:
             raise StoreError(
-                f"{self.partial} is the rest of another build: expected {plan}, found {found}; "
-                "remove that folder, or build into another OUT"
+                f"{self.partial} is the rest of another build: expected {plan}, found {found}; remove {self.partial} "
+                "and run the build again, or build into another OUT"
             )
 
+    def _read_before(self) -> None:
+        """Read store.json of a finished store whose damaged files are built anew here, if that is what lies here.
+
+        What is whole in it stays only if it is known to be of this checkpoint by all that the new store.json will say.
+        """
+        path, deep = self.partial / fmt.FILE, self.target.deep
+        if path.exists():
+            before = Manifest.read(self.partial)
+            if other := self.target.other_build(before):
+                raise StoreError(
+                    f"{self.partial} is the rest of another build: {other}; remove {self.partial} and run the build "
+                    "again, or build into another OUT"
+                )
+            entry = before.checkpoint
+            deep = deep or entry.content is not None
+            content = self.checkpoint.identity(deep=True) if deep else None
+            if self.target.known.certain_of(entry.identities) and content == entry.content:
+                self._before = before
+            else:
+                with store_errors(f"{self.partial} cannot be written"):
+                    for layer in range(len(self.checkpoint.moe_layers)):
+                        self._files(layer).sums.unlink(missing_ok=True)
+                    path.unlink()
+        self._deep = deep
+
     def _is_whole(self, layer: int) -> bool:
+        files = self._files(layer)
         try:
-            files = self._files(layer)
-            return files.records.stat().st_size == self.layer_bytes and files.sums.stat().st_size == self.sums_bytes
+            sizes = files.records.stat().st_size, files.sums.stat().st_size
         except FileNotFoundError:
             return False
+        described = not self.checkpoint.sources[layer].requantized or files.loss.exists()
+        return sizes == (self.target.layer_bytes, self.target.sums_bytes) and (
+            described or entry_before(self._before, self.checkpoint.moe_layers[layer].number, files) is not None
+        )
 
     def _check_space(self, missing: list[int]) -> None:
         with store_errors(f"{self.partial} cannot be read"):
@@ -267,7 +276,7 @@ class _Build:
                 p.stat().st_blocks * 512 for p in (self._files(layer).records for layer in missing) if p.exists()
             )
         free = status.f_bavail * status.f_frsize
-        need = len(missing) * (self.layer_bytes + self.sums_bytes) - begun
+        need = len(missing) * (self.target.layer_bytes + self.target.sums_bytes) - begun
         if need > free:
             raise StoreError(
                 f"{self.out} needs {need / 1e9:.3f} GB more, found {free / 1e9:.3f} GB free on its file system; "
@@ -282,7 +291,7 @@ class _Build:
             files.sums.unlink(missing_ok=True)
             fd = os.open(files.records, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
-                os.posix_fallocate(fd, 0, self.layer_bytes)
+                os.posix_fallocate(fd, 0, self.target.layer_bytes)
 
                 def job(expert: int) -> None:
                     record = self._buffer()
@@ -310,7 +319,7 @@ class _Build:
         return record
 
     def _check_source_unchanged(self) -> None:
-        if self.checkpoint.reopened().identity() != self.identity:
+        if self.checkpoint.reopened().known != self.target.known:
             raise CheckpointError(
                 f"{self.checkpoint.path} was changed during the build; remove {self.partial} and run the command again"
             )

@@ -7,6 +7,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moetier.errors import StoreError
 from moetier.formats import ExpertMatrices, RecordLayout
@@ -15,6 +16,7 @@ from moetier.store.describe import LayerFiles
 from moetier.store.files import store_errors
 from moetier.store.second import SecondReader
 from moetier.store.shards import pread_into
+from moetier.store.store import slice_sums
 from moetier.store.work import Meter, Report, for_each
 
 
@@ -64,8 +66,19 @@ class Checker:
         if difference is not None:
             raise StoreError(
                 f"layer {self.checkpoint.moe_layers[layer].number}, expert {expert}: the store's {difference} differs "
-                f"from the checkpoint's; remove {files.records.parent} and run the same command again"
+                f"from the checkpoint's; {self._remedy(expert, record, files)}"
             )
+
+    def _remedy(self, expert: int, record: NDArray[np.uint8], files: LayerFiles) -> str:
+        """One that went bad spoils its layer; one that is as it was built says that the store is of other weights."""
+        sums = np.fromfile(files.sums, "<u8").reshape(-1, self.layout.slices)
+        if list(slice_sums(self.layout, record)) != sums[expert].tolist():
+            return f"remove {files.records} and run the same command again, which builds this layer anew"
+        folder = files.records.parent
+        return (
+            f"they are as they were built, from other weights than these: remove {folder} and run the same "
+            "command again, or build into another folder"
+        )
 
 
 def first_difference(found: ExpertMatrices, wanted: ExpertMatrices) -> str | None:

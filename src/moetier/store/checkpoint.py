@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from moetier.errors import CheckpointError
 from moetier.formats import ExpertMatrices, Family, LayerGeometry
 from moetier.store import config as keys
 from moetier.store.experts import open_experts
+from moetier.store.identity import Identity, content_identity, headers_identity, sampled_identity
 from moetier.store.layers import LeftOut
 from moetier.store.names import MoeLayer, is_expert_tensor
 from moetier.store.origin import Origin
@@ -21,8 +22,6 @@ from moetier.store.shards import Shards, Tensor, read_config, read_json
 from moetier.store.sources import Converted, LayerSource
 
 __all__ = ["Checkpoint", "MoeLayer", "is_expert_tensor"]
-
-HASH_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,11 @@ class Checkpoint:
 
     @classmethod
     def _trimmed(cls, folder: Path, config: dict[str, Any], raw: bytes, shards: Shards, origin: Origin) -> Checkpoint:
-        found = identity_of(raw, shards)
+        found = origin.own_identity(raw, shards)
         if found != origin.own:
             raise CheckpointError(
                 f"{folder}: expected the trimmed checkpoint as it was written (identity {origin.own}), found {found}; "
-                "a file of it was changed: trim the whole checkpoint again"
+                "a file of it was changed: trim the whole checkpoint again, into another folder"
             )
         entry = origin.geometry
         geometry = LayerGeometry(entry.hidden, entry.intermediate, entry.experts, entry.top_k)
@@ -149,33 +148,30 @@ class Checkpoint:
             )
 
     def identity(self, *, deep: bool = False) -> str:
-        """sha256 (hex) over config.json, the index and every shard's name, size and header; deep: also its content.
+        """sha256 (hex) over config.json, the index, every shard's name, size and header, and bytes of every tensor.
 
-        A trimmed checkpoint has that of the whole one, and no deep one.
+        deep: over all content instead. A trimmed checkpoint has the identity of the whole one, and no deep one.
         """
         if deep:
             self.require_experts()
-        return self.origin.identity if self.origin is not None else identity_of(self.config_bytes, self.shards, deep)
+            return content_identity(self.config_bytes, self.shards)
+        return self.identities.sampled or self.identities.headers
 
+    @cached_property
+    def identities(self) -> Identity:
+        """What this checkpoint, or the whole one that it was trimmed from, is known by."""
+        if self.origin is not None:
+            return self.origin.identities
+        return Identity(self.headers, sampled_identity(self.config_bytes, self.shards))
 
-def identity_of(config_bytes: bytes, shards: Shards, deep: bool = False) -> str:
-    """The identity of what is in a folder."""
-    digest = hashlib.sha256(b"moetier checkpoint 1")
-    parts = [config_bytes, shards.index]
-    parts += [f"{s.path.name} {s.size} {s.header_sha256}".encode() for s in shards.shards]
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    if deep:
-        digest.update(b"content")
-        for shard in shards.shards:
-            _hash_file(shard.path, digest)
-    return digest.hexdigest()
+    @property
+    def known(self) -> Identity:
+        """As `identities`, as far as it is known while the weights are still being fetched."""
+        return Identity(self.headers, None) if self.shards.remote else self.identities
 
-
-def _hash_file(path: Path, digest: hashlib._Hash) -> None:
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(HASH_CHUNK):
-                digest.update(chunk)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
+    @property
+    def headers(self) -> str:
+        """The identity of config and headers alone, which is known before any tensor is there."""
+        if self.origin is not None:
+            return self.origin.identities.headers
+        return headers_identity(self.config_bytes, self.shards)

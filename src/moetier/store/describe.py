@@ -32,8 +32,13 @@ def layer_files(folder: Path, number: int) -> LayerFiles:
     return LayerFiles(stem.with_suffix(".records"), stem.with_suffix(".sums"), stem.with_suffix(LOSS))
 
 
-def describe(checkpoint: Checkpoint, geometry: LayerGeometry, folder: Path, deep: bool) -> fmt.Manifest:
-    """The manifest of a store whose layers lie whole in `folder`. deep: also hash the checkpoint's content."""
+def describe(
+    checkpoint: Checkpoint, geometry: LayerGeometry, folder: Path, deep: bool, before: fmt.Manifest | None = None
+) -> fmt.Manifest:
+    """The manifest of a store whose layers lie whole in `folder`. deep: also hash the checkpoint's content.
+
+    before: of the store of which some layers were built anew; it has what is said of the others.
+    """
     return fmt.Manifest(
         contract=fmt.CONTRACT,
         layout=fmt.LAYOUT,
@@ -48,24 +53,39 @@ def describe(checkpoint: Checkpoint, geometry: LayerGeometry, folder: Path, deep
             swiglu_limit=checkpoint.family.swiglu_limit,
             route_weight_before_down=checkpoint.family.route_weight_before_down,
         ),
-        checkpoint=fmt.CheckpointEntry(
-            identity=checkpoint.identity(),
-            content=checkpoint.identity(deep=True) if deep else None,
-            model_type=checkpoint.model_type,
-            source_format=checkpoint.source_format,
-            requantized=checkpoint.requantized,
-        ),
+        checkpoint=_checkpoint(checkpoint, deep),
         record_stride=RecordLayout.of(geometry).stride,
         checksum=fmt.CHECKSUM,
-        layers=tuple(_entry(checkpoint, layer, folder) for layer in range(len(checkpoint.moe_layers))),
+        layers=tuple(_entry(checkpoint, layer, folder, before) for layer in range(len(checkpoint.moe_layers))),
         left_out=tuple(fmt.LeftOutEntry(**vars(one)) for one in checkpoint.left_out),
         tool_version=__version__,
     )
 
 
-def _entry(checkpoint: Checkpoint, layer: int, folder: Path) -> fmt.LayerEntry:
+def entry_before(before: fmt.Manifest | None, number: int, files: LayerFiles) -> fmt.LayerEntry | None:
+    """What the manifest of an earlier build says of a layer, if the layer's checksums are still those."""
+    for entry in before.layers if before is not None else ():
+        if entry.number == number and entry.sums_sha256 == hashlib.sha256(files.sums.read_bytes()).hexdigest():
+            return entry
+    return None
+
+
+def _checkpoint(checkpoint: Checkpoint, deep: bool) -> fmt.CheckpointEntry:
+    return fmt.CheckpointEntry(
+        identity=checkpoint.identity(),
+        headers=checkpoint.headers,
+        content=checkpoint.identity(deep=True) if deep else None,
+        model_type=checkpoint.model_type,
+        source_format=checkpoint.source_format,
+        requantized=checkpoint.requantized,
+    )
+
+
+def _entry(checkpoint: Checkpoint, layer: int, folder: Path, before: fmt.Manifest | None) -> fmt.LayerEntry:
     moe, source = checkpoint.moe_layers[layer], checkpoint.sources[layer]
     files = layer_files(folder, moe.number)
+    if (same := entry_before(before, moe.number, files)) is not None:
+        return same
     loss = None
     with store_errors(f"{files.sums} cannot be read"):
         sums = files.sums.read_bytes()

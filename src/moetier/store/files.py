@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
+import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from moetier.errors import StoreError
+
+ASIDE = ".tmp"
+STALE_SECONDS = 3600.0
+"""A temporary file that is older belongs to a writer that was killed: none takes so long."""
 
 _REMEDIES = {
     errno.ENOSPC: "free some space and run the same command again, it resumes",
@@ -51,10 +59,12 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def open_to_read(path: Path, flags: int = 0) -> int:
-    """A file descriptor; StoreError where there is none to be had."""
+    """A file descriptor; StoreError where there is none to be had, OSError (EINVAL) where it is the flags' fault."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except OSError as error:
+        if flags and error.errno == errno.EINVAL:
+            raise
         raise StoreError(
             f"{path} cannot be read: {error.strerror}; check its permissions, the disk and the limit on open files"
         ) from error
@@ -73,13 +83,14 @@ def read_small(path: Path, most: int) -> bytes:
         return file.read(most + 1)
 
 
-def write_durably(path: Path, data: bytes, mark: str = "") -> None:
+def write_durably(path: Path, data: bytes) -> None:
     """Create or replace a file so that after a crash it is there whole or not at all.
 
-    mark tells apart the writers of one file where no lock does.
+    Each writer has a temporary file of its own, so that several at once (threads, or containers in which all have the
+    same process id) disturb none: the last to rename is the one whose file stays.
     """
-    aside = path.with_name(f"{path.name}{mark}.tmp")
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}{ASIDE}")
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         try:
             write_all(fd, memoryview(data), 0)
@@ -91,6 +102,16 @@ def write_durably(path: Path, data: bytes, mark: str = "") -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+    sweep(path, STALE_SECONDS)
+
+
+def sweep(path: Path, seconds: float = 0.0) -> None:
+    """Remove temporary files of writers of `path` that were killed: those at least `seconds` old."""
+    left = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}" + re.escape(ASIDE))
+    with contextlib.suppress(OSError):
+        for other in path.parent.iterdir():
+            if left.fullmatch(other.name) and time.time() - other.lstat().st_mtime >= seconds:
+                other.unlink()
 
 
 def write_output(path: Path, text: str) -> None:

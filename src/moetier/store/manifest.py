@@ -12,12 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moetier.errors import MoetierError, StoreError
 from moetier.formats import Family, LayerGeometry
 from moetier.store.files import read_small
+from moetier.store.identity import Identity
 
 FORMAT = 1
 CONTRACT = "int8x"
 LAYOUT = "tile16"
 CHECKSUM = "xxh3_64"
 FILE = "store.json"
+SHA256 = r"^[0-9a-f]{64}$"
 MAX_BYTES = 16 << 20
 """More than any store.json can need; a larger file is not one."""
 
@@ -78,7 +80,7 @@ class LayerEntry(StrictModel):
     """Number format of its experts in the checkpoint."""
     records: str = Field(pattern=r"^layer-\d{5}\.records$")
     sums: str = Field(pattern=r"^layer-\d{5}\.sums$")
-    sums_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sums_sha256: str = Field(pattern=SHA256)
     loss: LossEntry | None = None
     """None: the values are the checkpoint's own."""
 
@@ -94,12 +96,18 @@ class LeftOutEntry(StrictModel):
 class CheckpointEntry(StrictModel):
     """The checkpoint that the store was built from."""
 
-    identity: str = Field(pattern=r"^[0-9a-f]{64}$")
-    content: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    identity: str = Field(pattern=SHA256)
+    headers: str | None = Field(default=None, pattern=SHA256)
+    """Identity of its headers alone; None: a moetier built this that knew no other, and `identity` is it."""
+    content: str | None = Field(default=None, pattern=SHA256)
     """Identity with the hash of all content, where the build was asked for it."""
     model_type: str
     source_format: str
     requantized: bool
+
+    @property
+    def identities(self) -> Identity:
+        return Identity.recorded(self.identity, self.headers)
 
 
 class Manifest(Sealed):
@@ -152,7 +160,7 @@ class Manifest(Sealed):
             if body.get(key) != known:
                 raise StoreError(
                     f"{path}: expected {key} {known!r}, which this version reads, found {body.get(key)!r}; "
-                    "build the store again with this version"
+                    "build the store again with this version, into another folder"
                 )
         try:
             manifest = cls.unseal(body)
@@ -166,7 +174,9 @@ class Manifest(Sealed):
         return manifest
 
 
-_REBUILD = "build the store again with `moetier store build CHECKPOINT OUT`"
+_REBUILD = (
+    "build the store again with `moetier store build CHECKPOINT OUT` into another folder, or remove this one first"
+)
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -8,9 +8,10 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from moetier.errors import CheckpointError
-from moetier.store.manifest import GeometryEntry, Sealed, StrictModel
+from moetier.store.identity import Identity, headers_identity, sampled_identity
+from moetier.store.manifest import SHA256, GeometryEntry, Sealed, StrictModel
 from moetier.store.names import MoeLayer
-from moetier.store.shards import read_json
+from moetier.store.shards import Shards, read_json
 
 FILE = "moetier-origin.json"
 
@@ -26,14 +27,25 @@ class Origin(Sealed):
     """What a trimmed checkpoint knows of the whole one."""
 
     format: Literal[1] = 1
-    identity: str = Field(pattern=r"^[0-9a-f]{64}$")
+    identity: str = Field(pattern=SHA256)
     """Identity of the whole checkpoint: that of the stores that it fits."""
-    own: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Identity of the trimmed folder itself, so that a change of it is noticed."""
+    headers: str | None = Field(default=None, pattern=SHA256)
+    """That of its headers; None: a moetier wrote this that knew no other, and `identity` is it."""
+    own: str = Field(pattern=SHA256)
+    """Identity of the trimmed folder itself, so that a change of it is noticed; of the same version."""
     source_format: str
     requantized: bool
     geometry: GeometryEntry
     layers: tuple[LayerName, ...] = Field(min_length=1)
+
+    @property
+    def identities(self) -> Identity:
+        """Identity of the whole checkpoint."""
+        return Identity.recorded(self.identity, self.headers)
+
+    def own_identity(self, config: bytes, shards: Shards) -> str:
+        """Identity of the trimmed folder as it is, to compare with `own`."""
+        return (headers_identity if self.headers is None else sampled_identity)(config, shards)
 
     @property
     def moe_layers(self) -> tuple[MoeLayer, ...]:

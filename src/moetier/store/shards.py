@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from moetier.errors import CheckpointError
 from moetier.store.index import INDEX_SUFFIX, choose_files, lawful, named
 from moetier.store.json_files import MAX_JSON, parse_json, read_config, read_json, regular_size, what_to_give
+from moetier.store.samples import sample_shard
 
 __all__ = ["INDEX_SUFFIX", "MAX_JSON", "Shard", "Shards", "Tensor", "parse_shard", "read_config", "read_json"]
 
@@ -97,6 +98,8 @@ class Shards:
 
     remote = False
     """Whether a tensor may have to be fetched before it is read."""
+    version = ""
+    """What the place that they are fetched from calls this state of them; it changes with every byte."""
 
     def __init__(self, folder: Path, index: bytes, shards: list[Shard], unread: tuple[str, ...] = ()) -> None:
         """unread: names of safetensors files beside the shards that do not belong to the checkpoint."""
@@ -161,6 +164,10 @@ class Shards:
     def reopened(self) -> Shards:
         """The same files, opened again: what differs was changed meanwhile."""
         return Shards.open(self.folder)
+
+    def sampled(self, shard: Shard) -> str:
+        """sha256 (hex) over some bytes of each of a shard's tensors."""
+        return sample_shard(shard)
 
     def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
         """Bytes [start, start + nbytes) of a tensor as uint8 [nbytes]; all of it by default."""

@@ -43,6 +43,7 @@ class Store:
         self._index = {layer.number: index for index, layer in enumerate(manifest.layers)}
         self._sums = [self._read_sums(index) for index in range(len(manifest.layers))]
         self._files: dict[int, int] = {}
+        self._inodes: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -111,13 +112,13 @@ class Store:
         """
         found = self._read_once(layer, expert, out)
         if found:
-            os.posix_fadvise(self._file(layer), self.offset(expert), out.size, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.descriptor(layer), self.offset(expert), out.size, os.POSIX_FADV_DONTNEED)
             found = self._read_once(layer, expert, out)
         if found:
             raise RecordReadError(
                 f"record of layer {self.manifest.layers[layer].number}, expert {expert} in {self.record_file(layer)}: "
-                f"{found}; the disk returned other bytes than were written: check the disk, then build the store again "
-                "into another folder"
+                f"{found}; the disk returned other bytes than were written: check the disk, then remove that file and "
+                f"run `moetier store build CHECKPOINT {self.path}`, which builds this layer anew"
             )
 
     def close(self) -> None:
@@ -139,18 +140,37 @@ class Store:
         if out.size != self.manifest.record_stride:
             raise ValueError(f"a record has {self.manifest.record_stride} bytes, the buffer {out.size}")
         try:
-            done = pread_into(self._file(layer), out, self.offset(expert))
+            done = pread_into(self.descriptor(layer), out, self.offset(expert))
         except OSError as error:
             return f"found no bytes ({error.strerror})"
         if done != out.size:
             return f"found only {done} of {out.size} bytes"
         return self.problem(layer, expert, out)
 
-    def _file(self, layer: int) -> int:
+    def descriptor(self, layer: int) -> int:
+        """The file of a layer's records, open for reading for as long as the store is."""
         with self._lock:
             if layer not in self._files:
-                self._files[layer] = open_to_read(self.record_file(layer))
+                self._files[layer] = self.open_records(layer)
             return self._files[layer]
+
+    def open_records(self, layer: int, flags: int = 0) -> int:
+        """Open the file of a layer's records; StoreError where another one has taken its place meanwhile.
+
+        OSError with EINVAL where the file system refuses the flags.
+        """
+        path = self.record_file(layer)
+        fd = open_to_read(path, flags)
+        status = os.fstat(fd)
+        found = status.st_dev, status.st_ino
+        # The same store under another inode is none the worse: some file systems number files anew.
+        if self._inodes.get(layer, found) != found and Manifest.read(self.path) != self.manifest:
+            os.close(fd)
+            raise StoreError(
+                f"{path} is not the file that was there when the store was opened: expected that {self.path} stays as "
+                "it is while it is used, found another store in its place; start again"
+            )
+        return fd
 
     def _read_sums(self, index: int) -> NDArray[np.uint64]:
         entry, shape = self.manifest.layers[index], (self.manifest.geometry.experts, self.manifest.slices)
@@ -159,13 +179,15 @@ class Store:
             raw = read_small(self.path / entry.sums, size)
         except OSError as error:
             raise StoreError(
-                f"{self.path / entry.sums} cannot be read: {error.strerror}; build the store again"
+                f"{self.path / entry.sums} cannot be read: {error.strerror}; run `moetier store "
+                f"build CHECKPOINT {self.path}`, which builds this layer anew"
             ) from error
         digest = hashlib.sha256(raw).hexdigest()
         if digest != entry.sums_sha256 or len(raw) != size:
             raise StoreError(
                 f"{self.path / entry.sums}: expected {size} bytes with sha256 "
-                f"{entry.sums_sha256}, found {len(raw)} with {digest}; build the store again into another folder"
+                f"{entry.sums_sha256}, found {len(raw)} with {digest}; run `moetier store build CHECKPOINT "
+                f"{self.path}`, which builds this layer anew"
             )
         return np.frombuffer(raw, "<u8").astype(np.uint64, copy=False).reshape(shape)
 
@@ -181,9 +203,13 @@ class Store:
         expected = manifest.geometry.experts * layout.stride
         for index in range(len(manifest.layers)):
             path = self.record_file(index)
-            size = path.stat().st_size if path.is_file() else None
+            status = path.stat() if path.is_file() else None
+            size = None if status is None else status.st_size
+            if status is not None:
+                self._inodes[index] = status.st_dev, status.st_ino
             if size != expected:
                 raise StoreError(
                     f"{path}: expected {expected} bytes ({manifest.geometry.experts} records), found "
-                    f"{'no file' if size is None else size}; build the store again into another folder"
+                    f"{'no file' if size is None else size}; run `moetier store build CHECKPOINT {self.path}`, which "
+                    "builds this layer anew"
                 )

@@ -1,4 +1,7 @@
-"""Trim a checkpoint: everything but the routed experts, so that the whole one need not lie beside its store."""
+"""Trim a checkpoint: everything but the routed experts, so that the whole one need not lie beside its store.
+
+A trimmed copy counts as being there only once every tensor of it was compared with the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ import numpy as np
 from moetier.errors import CheckpointError, StoreError
 from moetier.store import manifest
 from moetier.store import origin as note
-from moetier.store.checkpoint import Checkpoint, identity_of
-from moetier.store.files import locked_folder, store_errors, sync_folder, write_all, write_durably
+from moetier.store.checkpoint import Checkpoint
+from moetier.store.files import locked_folder, store_errors, sweep, sync_folder, write_all, write_durably
+from moetier.store.identity import sampled_identity
 from moetier.store.manifest import GeometryEntry
 from moetier.store.shards import INDEX_SUFFIX, Shard, Shards, Tensor, read_shard
-from moetier.store.verify import verify_store
 from moetier.store.work import Meter, Report
 
 PARTIAL = ".partial"
@@ -50,13 +53,14 @@ def trim_checkpoint(checkpoint: Checkpoint, out: Path, progress: Report | None =
 
 
 def trim_shard(shards: Shards, shard: Shard, folder: Path, is_stored: Callable[[str], bool]) -> None:
-    """Write the tensors of a shard that no store has to a file of the same name in `folder`, if there are any."""
-    kept = _kept(shard, is_stored)
-    path = folder / shard.path.name
-    header = _header(kept)
-    size = len(header) + sum(tensor.nbytes for tensor in kept)
-    if not kept or (path.exists() and path.stat().st_size == size):
+    """Write the tensors of a shard that no store has to a file of the same name in `folder`, if there are any.
+
+    What lies there from an earlier run is compared.
+    """
+    kept, path = _kept(shard, is_stored), folder / shard.path.name
+    if has_size(shard, folder, is_stored) and (not kept or _is_copy(shards, kept, path)):
         return
+    header = _header(kept)
     aside = path.with_name(path.name + ".tmp")
     with store_errors(f"{path} cannot be written"):
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -72,9 +76,17 @@ def trim_shard(shards: Shards, shard: Shard, folder: Path, is_stored: Callable[[
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-        _compare(shards, kept, aside)
+        if name := _first_difference(shards, kept, aside):
+            raise StoreError(f"{aside}: {name} is not what was written; check the disk and try again")
         aside.rename(path)
         sync_folder(folder)
+
+
+def has_size(shard: Shard, folder: Path, is_stored: Callable[[str], bool]) -> bool:
+    """Whether `folder` has what `trim_shard` writes of a shard, by its size."""
+    kept, path = _kept(shard, is_stored), folder / shard.path.name
+    size = len(_header(kept)) + sum(tensor.nbytes for tensor in kept)
+    return not kept or (path.exists() and path.stat().st_size == size)
 
 
 def finish(checkpoint: Checkpoint, partial: Path, out: Path) -> None:
@@ -88,7 +100,8 @@ def finish(checkpoint: Checkpoint, partial: Path, out: Path) -> None:
         geometry = checkpoint.geometry
         origin = note.Origin(
             identity=checkpoint.identity(),
-            own=identity_of((partial / "config.json").read_bytes(), Shards.open(partial)),
+            headers=checkpoint.headers,
+            own=sampled_identity((partial / "config.json").read_bytes(), Shards.open(partial)),
             source_format=checkpoint.source_format,
             requantized=checkpoint.requantized,
             geometry=GeometryEntry(
@@ -100,20 +113,40 @@ def finish(checkpoint: Checkpoint, partial: Path, out: Path) -> None:
             layers=tuple(note.LayerName(number=layer.number, name=layer.name) for layer in checkpoint.moe_layers),
         )
         write_durably(partial / note.FILE, origin.to_json())
+        for path in (partial / f"model{INDEX_SUFFIX}", partial / note.FILE):
+            sweep(path)
         (partial / LOCK).unlink()
         partial.rename(out)
         sync_folder(out.parent)
 
 
 def is_there(checkpoint: Checkpoint, out: Path) -> bool:
-    """Whether `out` is this checkpoint, trimmed; StoreError if it is anything else."""
+    """Whether `out` is this checkpoint, trimmed, with every tensor of it; StoreError if it is anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if (out / note.FILE).exists() and Checkpoint.open(out).identity() == checkpoint.identity():
-        return True
-    raise StoreError(
-        f"{out} exists and is not the trimmed {checkpoint.path}: expected a free name; choose another, or remove it "
-        "yourself"
+    if not (out / note.FILE).exists():
+        raise _in_the_way(checkpoint, out, "it is no trimmed checkpoint")
+    trimmed = Checkpoint.open(out)
+    if values := checkpoint.known.differs(trimmed.identities):
+        raise _in_the_way(checkpoint, out, f"expected identity {values[0]}, found {values[1]}")
+    if not checkpoint.shards.remote and (name := first_other_tensor(checkpoint, trimmed)):
+        raise _in_the_way(checkpoint, out, f"its tensor {name} is another one")
+    return True
+
+
+def first_other_tensor(checkpoint: Checkpoint, trimmed: Checkpoint) -> str:
+    """Name of the first tensor that a trimmed copy lacks or has otherwise than the checkpoint; "" if there is none."""
+    for shard in checkpoint.shards.shards:
+        for tensor in _kept(shard, checkpoint.is_stored):
+            if tensor.name not in trimmed.tensors or _differs(checkpoint.shards, trimmed.shards, tensor):
+                return tensor.name
+    return ""
+
+
+def _in_the_way(checkpoint: Checkpoint, out: Path, why: str) -> StoreError:
+    return StoreError(
+        f"{out} exists and is not the trimmed {checkpoint.path} ({why}): expected a free name; choose another, or "
+        f"remove {out} yourself and run the command again"
     )
 
 
@@ -135,15 +168,31 @@ def _header(tensors: list[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _compare(shards: Shards, kept: list[Tensor], written: Path) -> None:
-    """Every kept tensor as it lies on the disk now, against the checkpoint."""
-    copy = Shards(written.parent, b"", [read_shard(written)])
-    for tensor in kept:
-        for start in range(0, tensor.nbytes, CHUNK):
-            size = min(CHUNK, tensor.nbytes - start)
-            found, wanted = copy.read(copy.tensors[tensor.name], start, size), shards.read(tensor, start, size)
-            if not np.array_equal(found, wanted):
-                raise StoreError(f"{written}: {tensor.name} is not what was written; check the disk and try again")
+def _is_copy(shards: Shards, kept: list[Tensor], path: Path) -> bool:
+    """Whether a file holds the kept tensors of a shard, byte for byte."""
+    try:
+        return not _first_difference(shards, kept, path)
+    except (CheckpointError, KeyError):
+        return False
+
+
+def _first_difference(shards: Shards, kept: list[Tensor], path: Path) -> str:
+    """Name of the first kept tensor that a file, as it lies on the disk now, has otherwise; "" if there is none."""
+    copy = Shards(path.parent, b"", [read_shard(path)])
+    return next((tensor.name for tensor in kept if _differs(shards, copy, tensor)), "")
+
+
+def _differs(shards: Shards, copy: Shards, tensor: Tensor) -> bool:
+    """Whether a copy has other bytes, or another form, under a tensor's name."""
+    other = copy.tensors[tensor.name]
+    if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+        return True
+    starts = range(0, tensor.nbytes, CHUNK)
+    sizes = (min(CHUNK, tensor.nbytes - start) for start in starts)
+    return any(
+        not np.array_equal(copy.read(other, start, size), shards.read(tensor, start, size))
+        for start, size in zip(starts, sizes, strict=True)
+    )
 
 
 def copy_small_files(source: Path, folder: Path) -> None:
@@ -157,25 +206,3 @@ def copy_small_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, target)
             with target.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def delete_source_of(path: Path, store: Path, trimmed: Path, progress: Report | None = None) -> int:
-    """Delete the weights of the whole checkpoint at `path`; the bytes that became free.
-
-    First every record of its store is verified, and its trimmed copy must be there.
-    """
-    checkpoint = Checkpoint.open(path)
-    checkpoint.require_experts()
-    report = verify_store(store, checkpoint=path, progress=progress)
-    if report.bad:
-        raise StoreError(f"{store} has {len(report.bad)} bad records: build it again; nothing was deleted")
-    if not is_there(checkpoint, trimmed):
-        raise CheckpointError(f"{trimmed}: expected the trimmed {path}, found nothing; nothing was deleted")
-    freed = 0
-    with store_errors(f"{path} cannot be deleted"):
-        for shard in checkpoint.shards.shards:
-            shard.path.resolve().unlink()
-            shard.path.unlink(missing_ok=True)  # where it was a link into a cache
-            freed += shard.size
-        sync_folder(path)
-    return freed

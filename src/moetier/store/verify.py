@@ -14,6 +14,7 @@ import numpy as np
 from moetier.errors import RecordReadError, StoreError
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.files import open_to_read
+from moetier.store.match import compare_some, open_store
 from moetier.store.store import Store
 from moetier.store.work import Meter, Report, default_threads, for_each
 
@@ -49,8 +50,8 @@ def verify_store(
 ) -> VerifyReport:
     """Read every record from the disk and compare its checksum. Bad records are listed, not raised.
 
-    checkpoint: first make sure that the store was built from it, by its content too where the build recorded that;
-    StoreError if it was not.
+    checkpoint: first make sure that the store was built from it: by its whole content where the build recorded that,
+    else by some experts of each layer too. StoreError if it was not.
     """
     start = time.monotonic()
     if checkpoint is not None:
@@ -87,13 +88,15 @@ def verify_store(
 
 
 def _check_origin(path: Path, checkpoint: Checkpoint) -> None:
-    with Store.open(path, checkpoint.identity()) as store:
+    with open_store(path, checkpoint) as store:
         wanted = store.manifest.checkpoint.content
-    if wanted is not None and wanted != (found := checkpoint.identity(deep=True)):
-        raise StoreError(
-            f"{path} was built from other weights than {checkpoint.path} holds now: expected content {wanted}, found "
-            f"{found}; restore the checkpoint, or build its store into another folder"
-        )
+        if wanted is None:
+            compare_some(store, checkpoint)
+        elif wanted != (found := checkpoint.identity(deep=True)):
+            raise StoreError(
+                f"{path} was built from other weights than {checkpoint.path} holds now: expected content {wanted}, "
+                f"found {found}; restore the checkpoint, or build its store into another folder"
+            )
 
 
 def _forget_pages(path: Path) -> None:

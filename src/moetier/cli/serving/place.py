@@ -17,6 +17,8 @@ from moetier.serve import launcher
 from moetier.serve.command import ServeRequest, tensor_parallel_size
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
+from moetier.store.match import compare_some
+from moetier.store.match import open_store as open_store_of
 from moetier.store.store import Store
 from moetier.vllm_arguments import drafts_itself
 
@@ -34,7 +36,10 @@ def open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
             built = build_store(checkpoint.path, path, check=2, progress=step)
         text = f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s"
         console.print(text, markup=False)
-    return Store.open(path, checkpoint_identity=checkpoint.identity())
+    store = open_store_of(path, checkpoint)
+    if (compared := compare_some(store, checkpoint, each=1)) is not None:
+        console.print(f"{path}: {compared}", soft_wrap=True, markup=False, highlight=False)
+    return store
 
 
 def check_drafter(store: Store, request: ServeRequest) -> None:

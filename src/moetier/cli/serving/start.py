@@ -20,6 +20,7 @@ from moetier.kernels.cpu import ThreadPool
 from moetier.kernels.cpu.isa import choose_isa
 from moetier.serve import launcher
 from moetier.serve.command import ServeRequest, check_reachable_only_with_key, example
+from moetier.serve.refused import check_arguments
 from moetier.serve.started import read_started
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
@@ -40,6 +41,7 @@ def start(
     """
     settings, model = request.settings, request.model
     check_reachable_only_with_key(request)
+    check_arguments(request.extra)
     check_cpus(settings)
     launcher.vllm_distribution()
     checkpoint = Checkpoint.open(model)

@@ -7,12 +7,13 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from moetier.serve.vllm.compat import seeds_rest
+from moetier.serve.vllm.fixed import FixedWeights
 from moetier.serve.vllm.resting import rest_while_waiting
 from moetier.serve.vllm.steps import StepAware
 
 
-class MoetierCpuWorker(StepAware, CPUWorker):
-    """See `StepAware`; and its process rests between steps."""
+class MoetierCpuWorker(FixedWeights, StepAware, CPUWorker):
+    """See `FixedWeights` and `StepAware`; and its process rests between steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         rest_while_waiting()

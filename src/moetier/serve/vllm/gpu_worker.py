@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from moetier.serve.vllm.fixed import FixedWeights
 from moetier.serve.vllm.steps import StepAware
 
 
-class MoetierGpuWorker(StepAware, Worker):
-    """See `StepAware`."""
+class MoetierGpuWorker(FixedWeights, StepAware, Worker):
+    """See `FixedWeights` and `StepAware`."""

@@ -30,6 +30,7 @@ class MoetierMoEMethod(FusedMoEMethodBase):
         with reported(self._model.settings.failure_file):
             self._number = layer_number(layer.layer_name, self._model.hidden_layers)
             self._model.claim(self._number, layer.layer_name)
+            runtime.check_drafter(self._number, self._model, config)
             self._model.store.layer_index(self._number)  # a drafter that was left out is told before its sizes are
             check_supported(layer, self._model.store, config, self._model.settings)
         self._key = -1

@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing.util
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from moetier import machine
-from moetier.errors import MoetierError, SettingsError
+from moetier.errors import MoetierError, SettingsError, UnsupportedModelError
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
 from moetier.layer.hybrid import HybridModel, Launch
@@ -27,14 +28,41 @@ from moetier.serve.counting import Publisher
 from moetier.serve.failure import reported
 from moetier.serve.vllm.plugin import NAME
 from moetier.serve.vllm.ranks import gather, place
+from moetier.serve.vllm.support import check_engine
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
+from moetier.store.match import compare_some, open_store
 from moetier.store.store import Store
 
 logger = init_logger(f"vllm.{__name__}")
 
-_models: dict[Settings, TieredModel] = {}
-_hybrids: dict[Settings, HybridModel] = {}
+
+@dataclass(frozen=True)
+class Key:
+    """What may share tiers in a process: the same settings for the same files of a checkpoint.
+
+    files: name, size, inode and time of change of each, so that a checkpoint that was exchanged is another one.
+    """
+
+    settings: Settings
+    checkpoint: Path
+    files: tuple[tuple[str, int, int, int], ...]
+
+    @classmethod
+    def of(cls, settings: Settings, vllm_config: Any) -> Key:
+        """For the model of an engine."""
+        folder = Path(vllm_config.model_config.model).resolve()
+        paths = sorted(path for path in folder.glob("*") if path.suffix in (".json", ".safetensors"))
+        stats = ((path.name, path.stat()) for path in paths if path.exists())
+        return cls(settings, folder, tuple((name, s.st_size, s.st_ino, s.st_mtime_ns) for name, s in stats))
+
+    @property
+    def failure_file(self) -> Path | None:
+        return self.settings.failure_file
+
+
+_models: dict[Key, TieredModel] = {}
+_hybrids: dict[Key, HybridModel] = {}
 
 
 def tiered_model(vllm_config: Any) -> TieredModel:
@@ -46,10 +74,52 @@ def tiered_model(vllm_config: Any) -> TieredModel:
             "`moetier serve MODEL` writes it"
         )
     settings = Settings.parse(additional[NAME])
-    if settings not in _models:
-        with reported(settings.failure_file):
-            _models[settings] = _open(settings, vllm_config)
-    return _models[settings]
+    with reported(settings.failure_file):
+        check_engine(vllm_config)
+        key = Key.of(settings, vllm_config)
+        if key not in _models:
+            _check_no_draft_model(vllm_config)
+            _models[key] = _open(settings, vllm_config)
+    return _models[key]
+
+
+def _check_no_draft_model(vllm_config: Any) -> None:
+    """UnsupportedModelError for a draft model with experts of its own: there is one store, the target's."""
+    drafter = _draft_checkpoint(vllm_config)
+    if drafter is not None and drafter == Path(vllm_config.model_config.model).resolve():
+        raise UnsupportedModelError(_draft_refused(drafter, vllm_config))
+
+
+def check_drafter(number: int, tiers: TieredModel, vllm_config: Any) -> None:
+    """UnsupportedModelError where layer `number` is a drafter's whose weights come from another checkpoint.
+
+    Its experts would come from the store of the target's.
+    """
+    drafter = _draft_checkpoint(vllm_config)
+    if drafter is None or not tiers.drafts(number):
+        return
+    target = Checkpoint.open(vllm_config.model_config.model)
+    if target.identities.differs(Checkpoint.open(drafter).identities):
+        raise UnsupportedModelError(_draft_refused(drafter, vllm_config))
+
+
+def _draft_checkpoint(vllm_config: Any) -> Path | None:
+    """The checkpoint of the drafter, where it is not the target's."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return None
+    target = Path(speculative.target_model_config.model).resolve()
+    drafter = Path(draft.model).resolve()
+    return None if drafter == target else drafter
+
+
+def _draft_refused(drafter: Path, vllm_config: Any) -> str:
+    return (
+        f"the drafter {drafter} has routed experts and is another checkpoint than "
+        f"{vllm_config.speculative_config.target_model_config.model}: expected one without experts, or the one in the "
+        "model's own checkpoint, whose experts are in its store; choose such a one in --speculative-config"
+    )
 
 
 def _open(settings: Settings, vllm_config: Any) -> TieredModel:
@@ -58,7 +128,7 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
 
     def say() -> tuple[Facts, int]:
         checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
-        store = Store.open(settings.store, checkpoint_identity=checkpoint.identity())
+        store = open_store(settings.store, checkpoint)
         Part(store.manifest.layer_geometry, rank, ranks)
         layers = served_layers(checkpoint, store, vllm_config)
         opened.append((checkpoint, store))
@@ -66,6 +136,8 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
 
     records = agree(say, gather)
     ((checkpoint, store),) = opened
+    if not rank and (compared := compare_some(store, checkpoint)) is not None:
+        logger.info("moetier: %s", compared)
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     if settings.slots:
         max_tokens = settings.planned_tokens  # more tokens are the device's alone
@@ -96,7 +168,8 @@ def _open(settings: Settings, vllm_config: Any) -> TieredModel:
 
 def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
     """The device slots over `tiers`; the first call makes them, when the dense weights are on the device."""
-    if tiers.settings not in _hybrids:
+    key = Key.of(tiers.settings, vllm_config)
+    if key not in _hybrids:
         from moetier.serve.vllm.hybrid import open_hybrid
 
         def failed(error: MoetierError) -> None:
@@ -110,8 +183,8 @@ def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
         if tiers.settings.check_at_end:
             tiers.at_close(partial(_check_slots_at_end, tiers, model))
         tiers.at_close(model.close)
-        _hybrids[tiers.settings] = model
-    return _hybrids[tiers.settings]
+        _hybrids[key] = model
+    return _hybrids[key]
 
 
 def served_layers(checkpoint: Checkpoint, store: Store, vllm_config: Any) -> int:
@@ -165,10 +238,10 @@ def warm_up() -> None:
     """The layers are loaded; what runs from now until `begin_step` is no traffic."""
     for model in _models.values():
         model.context.real = False
-    for settings, hybrid in _hybrids.items():
+    for key, hybrid in _hybrids.items():
         begun = time.monotonic()
-        with reported(settings.failure_file):
-            checked = hybrid.prepare(settings.identity_check)
+        with reported(key.failure_file):
+            checked = hybrid.prepare(key.settings.identity_check)
         logger.info(
             "moetier: identity check of the device, %d calls, %d comparisons in %.1f s: 0 differ; a missed expert "
             "costs %.0f us on the CPU (and %.0f us a call), %.0f us streamed",
@@ -204,8 +277,8 @@ def tell_failure(error: Exception) -> None:
     with contextlib.suppress(Exception):
         for hybrid in _hybrids.values():
             hybrid.tell_if_late()
-    for settings in _models:
-        with contextlib.suppress(Exception), reported(settings.failure_file):
+    for key in _models:
+        with contextlib.suppress(Exception), reported(key.failure_file):
             raise error
     logger.error("moetier: the engine's process ends of %s: %s", type(error).__name__, error, exc_info=error)
 

@@ -74,8 +74,12 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
         name: CounterMetricFamily(f"moetier_{metric}", text, labels=["rank"])
         for name, (metric, text) in PER_RANK.items()
     }
+    direct = GaugeMetricFamily(
+        "moetier_store_direct", "Whether the store is read past the page cache (1) or through it (0)", labels=["rank"]
+    )
     for snapshot in snapshots:
         rank = str(snapshot.rank)
+        direct.add_metric([rank], float(snapshot.direct))
         for name, family in ranks.items():
             family.add_metric([rank], getattr(snapshot, name))
         for number, counters in snapshot.layers.items():
@@ -85,7 +89,7 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
                 family.add_metric(place, getattr(counters, name))
             for tier, name in TIERS.items():
                 reads.add_metric([*place, tier], getattr(counters, name))
-    return [rate, reads, *families.values(), *ranks.values()]
+    return [rate, reads, *families.values(), *ranks.values(), direct]
 
 
 class MoetierStatLogger(StatLoggerBase):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moetier.errors import UnsupportedModelError
+from moetier.serve.refused import pipeline_refused
 from moetier.serve.vllm.plugin import NAME
 from moetier.settings import Settings
 from moetier.store.store import Store
@@ -19,6 +20,17 @@ def check_supported(layer: RoutedExperts, store: Store, vllm_config: Any, settin
     """UnsupportedModelError if `layer` asks for arithmetic or a placement that moetier does not have."""
     for problem in (*_arithmetic(layer, store), *_parallelism(layer), *_engine(vllm_config, settings)):
         raise UnsupportedModelError(f"{layer.layer_name}: {problem}")
+
+
+def check_engine(vllm_config: Any) -> None:
+    """UnsupportedModelError, before anything is opened, where the engine as a whole is none of ours."""
+    stages = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", 1)
+    if stages > 1:
+        raise UnsupportedModelError(pipeline_refused(stages))
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise UnsupportedModelError(
+            "weight transfer is not served: the experts are those of the store; start without --weight-transfer-config"
+        )
 
 
 def _arithmetic(layer: RoutedExperts, store: Store) -> list[str]:

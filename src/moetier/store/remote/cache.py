@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import CheckpointError
-from moetier.store.files import store_errors, sync_folder
+from moetier.store.files import store_errors, sync_folder, write_durably
 from moetier.store.remote.fetch import Fetcher, RemoteFile
+from moetier.store.samples import sample_shard
 from moetier.store.shards import Shard, Shards, Tensor
 
 PART = ".part"
@@ -122,10 +123,35 @@ class RemoteShards(Shards):
     remote = True
 
     def __init__(
-        self, folder: Path, index: bytes, shards: list[Shard], cache: ShardCache, unread: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        index: bytes,
+        shards: list[Shard],
+        cache: ShardCache,
+        samples: Path,
+        version: str,
+        unread: tuple[str, ...] = (),
     ) -> None:
+        """samples: folder for what the identity has of each shard, which may be gone when it is asked for."""
         super().__init__(folder, index, shards, unread)
         self.cache = cache
+        self.version = version
+        self._samples = samples
+        self._by_name = {shard.path.name: shard for shard in shards}
+
+    def keep_sample(self, name: str) -> None:
+        """Note what the identity has of a shard that is here."""
+        with store_errors(f"{self._samples} cannot be written"):
+            self._samples.mkdir(exist_ok=True)
+            write_durably(self._samples / name, sample_shard(self._by_name[name]).encode())
+
+    def sampled(self, shard: Shard) -> str:
+        """As it was noted when the shard arrived."""
+        note = self._samples / shard.path.name
+        if not note.exists():
+            with self.cache.hold(shard.path.name):  # of an earlier run that noted nothing
+                self.keep_sample(shard.path.name)
+        return note.read_text()
 
     def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
         with self.cache.hold(tensor.file.name):
@@ -137,6 +163,19 @@ class RemoteShards(Shards):
     def reopened(self) -> Shards:
         """A commit does not change."""
         return self
+
+
+class RangedShards(Shards):
+    """Tensors whose bytes are fetched one range at a time, and not kept: for a look at a few."""
+
+    def __init__(self, shards: RemoteShards) -> None:
+        super().__init__(shards.folder, shards.index, shards.shards)
+        self.cache = shards.cache
+
+    def read(self, tensor: Tensor, start: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        size = tensor.nbytes - start if nbytes is None else nbytes
+        at, cache = tensor.offset + start, self.cache
+        return np.frombuffer(cache.fetcher.read(cache.files[tensor.file.name], at, at + size), np.uint8)
 
 
 def _sha256(path: Path) -> str:
