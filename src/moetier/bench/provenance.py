@@ -151,7 +151,7 @@ def file_sha256(path: Path) -> str:
 
 
 def model_files(folder: Path, most_bytes: int = 16 << 30) -> ModelFiles:
-    """Hash a checkpoint's files; beyond `most_bytes`, only those that are no weights: the identity covers headers."""
+    """Hash a checkpoint's files; beyond `most_bytes`, only those that are no weights: the identity samples those."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     total = sum(path.stat().st_size for path in paths)
     hashed = [path for path in paths if total <= most_bytes or path.suffix != ".safetensors"]
