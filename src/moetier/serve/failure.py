@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +67,22 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}
+
+
+ENDED = "ended.json"
+
+
+def write_ended(folder: Path, ended: Sequence[tuple[str, int]]) -> None:
+    """Write which processes ended, and their exit codes; a full disk costs that."""
+    with contextlib.suppress(OSError):
+        (folder / ENDED).write_text(json.dumps(ended))
+
+
+def read_ended(folder: Path | None) -> list[tuple[str, int]]:
+    """What `write_ended` wrote; nothing where it did not."""
+    if folder is None:
+        return []
+    try:
+        return [(str(name), int(code)) for name, code in json.loads((folder / ENDED).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
