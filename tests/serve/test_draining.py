@@ -152,7 +152,9 @@ def test_the_launcher_waits_for_the_last_request_and_no_longer(layer: Draining, 
     run(layer, job)
 
 
-def test_a_second_signal_cuts_off_at_once(layer: Draining, tmp_path: Path) -> None:
+def test_a_second_signal_cuts_off_at_once(layer: Draining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "REPORT_SECONDS", LIMIT_SECONDS)  # on a loaded machine
+
     async def job() -> None:
         client = Client(layer, "/v1/silent")
         await until(lambda: drain.reports(tmp_path) == [Report(os.getpid())])
@@ -170,6 +172,16 @@ def test_without_a_frontend_that_reports_nobody_waits(tmp_path: Path) -> None:
     assert drain.drain(tmp_path, far, lambda: True, lambda: False) == drain.Drained(cut=0, reported=False)
     drain.report(tmp_path, Report(2**22 + 1, True, 3))  # of a process that there is none of
     assert not drain.reports(tmp_path)
+
+
+def test_a_frontend_that_does_not_answer_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "REPORT_SECONDS", 0)
+    drain.prepare(tmp_path)
+    drain.report(tmp_path, Report(os.getpid()))
+    found = drain.drain(tmp_path, time.monotonic(), lambda: True, lambda: False)
+    assert found == drain.Drained(cut=0, reported=False), "what it cut is unknown"
 
 
 def test_a_drain_takes_no_space(tmp_path: Path) -> None:

@@ -41,11 +41,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Drained:
-    """How a drain went. cut: requests that did not come to their end."""
+    """How a drain went. cut: requests that did not come to their end, where the frontends reported them."""
 
     cut: int
     reported: bool
-    """False where no frontend reports: the requests are vLLM's to drain, by SIGTERM."""
+    """False where a frontend does not report: the requests are vLLM's to drain, by SIGTERM."""
 
 
 def time_for_requests(drain_seconds: float) -> float:
@@ -99,7 +99,8 @@ def drain(folder: Path, until: float, lives: Callable[[], bool], hurried: Callab
         if time.monotonic() > until + REPORT_SECONDS:
             break
         time.sleep(LOOK_SECONDS)
-    return Drained(sum(state.cut + state.running for state in last), bool(last))
+    answered = bool(last) and all(state.asked for state in last)
+    return Drained(sum(state.cut + state.running for state in last) if answered else 0, answered)
 
 
 def _write(path: Path, value: dict[str, object]) -> None:
