@@ -18,6 +18,8 @@ from typing import Any
 
 from moetier.errors import MoetierError
 
+ENDED = "ended.json"
+
 
 @contextlib.contextmanager
 def reported(path: Path | None) -> Iterator[None]:
@@ -67,9 +69,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}
-
-
-ENDED = "ended.json"
 
 
 def write_ended(folder: Path, ended: Sequence[tuple[str, int]]) -> None:
