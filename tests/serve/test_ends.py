@@ -147,6 +147,17 @@ def test_requests_that_are_cut_off_are_counted(launched: Launched) -> None:
     assert str(raised.value).startswith("cut off 3 requests in flight, for --drain-seconds 1 were over; ")
 
 
+def test_more_drain_seconds_help(launched: Launched) -> None:
+    """What the message says is done: the same request, which takes some seconds more, comes to its end."""
+    job = f"report(1)\n{UNTIL_ASKED}\ntime.sleep(2)\nreport(0)\ntime.sleep(600)"
+    with pytest.raises(RequestsCutError, match="give more --drain-seconds"):
+        launched.run(job, lambda: once_reported(launched))
+    for path in (*launched.folder.glob("requests-*"), launched.folder / "asked"):
+        path.unlink()
+    launched.request = replace(launched.request, drain_seconds=600)
+    assert launched.run(job, lambda: once_reported(launched)) is not None
+
+
 def test_requests_of_a_frontend_that_hangs_are_counted_too(launched: Launched) -> None:
     with pytest.raises(RequestsCutError, match="cut off 1 request in flight, for --drain-seconds 1 were over"):
         launched.run("report(1)\ntime.sleep(600)", lambda: once_reported(launched))
