@@ -87,7 +87,10 @@ LOGS = {
         f"EngineCore was {by_signal('', -signal.SIGBUS)[5:]}",  # type: ignore[index]
     ),
     "nothing": (["INFO 12-01 all is well"], None),
-    "only-consequences": (CONSEQUENCES, None),
+    "only-consequences": (
+        CONSEQUENCES,
+        "EngineCore: RuntimeError: Worker failed with error 'no offset', please check the stack trace above",
+    ),
     "cut-in-a-traceback": ([*TRACE], None),
 }
 

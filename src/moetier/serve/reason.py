@@ -73,7 +73,7 @@ class Line:
 
 
 def reason(log: Path, ended: Sequence[tuple[str, int]] = (), for_memory: bool = False) -> str | None:
-    """The first cause in a log; None if there is none.
+    """The first cause in a log, a consequence where nothing else was logged; None if there is neither.
 
     ended: processes and their exit codes, as far as known. for_memory: whether the kernel killed some meanwhile.
     """
@@ -82,7 +82,8 @@ def reason(log: Path, ended: Sequence[tuple[str, int]] = (), for_memory: bool = 
     killed = next((said for name, code in codes if (said := by_signal(name, code, for_memory))), None)
     if killed:
         return killed
-    raised = [error for error in _raised(lines) if not any(word in error.text for word in CONSEQUENCES)]
+    everything = list(_raised(lines))
+    raised = [error for error in everything if not any(word in error.text for word in CONSEQUENCES)] or everything
     times = [error.time for error in raised if error.time]
     recent = [error for error in raised if not (times and error.time) or error.time >= max(times) - BURST]
     for of_kind in (_of_worker, _of_engine, lambda _: True):

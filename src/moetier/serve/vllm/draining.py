@@ -32,7 +32,7 @@ SEND_SECONDS = 1.0
 RESTART_SECONDS = 60
 """When to try again at the earliest, if nothing better is known: a start takes about that."""
 UNAVAILABLE = 503
-NOT_REFUSED = ("/metrics", "/version", "/ping")
+NOT_REFUSED = ("/metrics", "/version")
 """What may be asked of a server that ends; /health says that it does."""
 
 
