@@ -140,7 +140,7 @@ def test_what_is_open_at_the_deadline_ends_with_an_error_and_what_is_new_is_refu
 def test_the_launcher_waits_for_the_last_request_and_no_longer(layer: Draining, tmp_path: Path) -> None:
     async def job() -> None:
         client = Client(layer, "/v1/silent")
-        await until(lambda: drain.reports(tmp_path) == [Report(os.getpid())])
+        await until(lambda: drain.reports(tmp_path) == [Report(os.getpid())] and bool(layer.requests))
         waiting = asyncio.create_task(
             asyncio.to_thread(drain.drain, tmp_path, time.monotonic() + LIMIT_SECONDS, lambda: True, lambda: False)
         )
@@ -157,7 +157,7 @@ def test_a_second_signal_cuts_off_at_once(layer: Draining, tmp_path: Path, monke
 
     async def job() -> None:
         client = Client(layer, "/v1/silent")
-        await until(lambda: drain.reports(tmp_path) == [Report(os.getpid())])
+        await until(lambda: drain.reports(tmp_path) == [Report(os.getpid())] and bool(layer.requests))
         far = time.monotonic() + 10 * LIMIT_SECONDS
         drained = await asyncio.to_thread(drain.drain, tmp_path, far, lambda: True, lambda: True)
         assert drained == drain.Drained(cut=1, reported=True)
