@@ -55,6 +55,17 @@ def test_an_error_where_standard_error_is_closed_keeps_its_code(tmp_path: Path) 
     assert done.stdout == ""
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="wants root, to be another user")
+@pytest.mark.parametrize("verb", ["version", "plan"])
+def test_a_user_without_a_name_and_a_home(verb: str, nano: Path) -> None:
+    """As in a container that runs as any user id; the capability lets it read this installation."""
+    caps = [f"--{kind}-caps=+dac_read_search" for kind in ("inh", "ambient")]
+    done = run(
+        [verb, *([nano] if verb == "plan" else [])], under=["setpriv", "--reuid", "54321", *caps, "--clear-groups"]
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("verb", "home"),
     [
