@@ -226,7 +226,9 @@ class _Run:
         elif self.drawn.moment == "start" and "ready after" not in said:
             expected = (0, "ended before it was ready")
         elif event in KILLED:  # while it drained: it may have been done
-            return wrong if code in (0, 1) else [*wrong, f"exit code {code}: {last}"]
+            if code not in (0, 1) or (code == 0 and failed):
+                wrong.append(f"exit code {code}, {failed} requests failed: {last}")
+            return wrong
         elif "cut off" in last:
             expected = (1, f"cut off {failed} request")
         else:

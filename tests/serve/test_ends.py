@@ -179,6 +179,20 @@ def test_a_server_that_dies_while_it_drains_has_failed(launched: Launched) -> No
         launched.run(job, lambda: once_reported(launched))
 
 
+def test_an_engine_that_dies_while_it_drains_has_failed(launched: Launched) -> None:
+    """VLLM's frontend then exits with 0."""
+    ended = json.dumps([["EngineCore", -signal.SIGKILL]])
+    job = f"report(1)\n{UNTIL_ASKED}\n(folder / 'ended.json').write_text({ended!r})\nos._exit(0)"
+    with pytest.raises(ServerFailedError, match="EngineCore was killed by SIGKILL"):
+        launched.run(job, lambda: once_reported(launched))
+
+
+def test_a_server_that_was_told_beside_us_has_not_failed(launched: Launched) -> None:
+    """As a service manager does that signals all processes."""
+    job = f"report(0)\n{UNTIL_ASKED}\nos._exit(0)"
+    assert launched.run(job, lambda: once_reported(launched)) is not None
+
+
 def test_a_server_that_does_not_end_is_killed(launched: Launched) -> None:
     """And what was asked of it was done: no request was lost."""
     job = "report(0)\nos.kill(os.getpid(), signal.SIGSTOP)"

@@ -113,12 +113,14 @@ def run(
             told = stop[0] if stop else None  # what comes while leftovers are ended did not end the server
             cut = _drain(request, process, guard, stop) if ready and told is not None else None
             code = process.poll()
+            crashed = code is not None and _crashed(request, code)
             if ready and told is not None and code is None:
                 cut, code = _end(process, told + request.drain_seconds, stop, cut)
+                crashed = code != 0
             if left := end_group(process.pid, request.scratch):
                 logger.warning("moetier: killed, but the kernel does not let go of processes %s", left)
     failure = _failure(request)
-    if told is not None and not (ready and (failure or code)):
+    if told is not None and not (ready and (failure or crashed)):
         if cut:
             raise cut
         return told if ready else None
@@ -127,6 +129,14 @@ def run(
     if not failure:
         check_port(request.host, request.port)  # somebody else may have been faster
     raise failure or _ended_by_itself(request, ready, code, machine.memory_kills() > kills)
+
+
+def _crashed(request: ServeRequest, code: int) -> bool:
+    """Whether a server with this exit code crashed, or its engine did, after which vLLM's frontend exits with 0. One
+    that a service manager told to end beside us did not.
+    """
+    codes = (code, *(code for _, code in read_ended(request.scratch)))
+    return any(code not in (0, -signal.SIGTERM) for code in codes)
 
 
 def _ended_by_itself(request: ServeRequest, ready: bool, code: int | None, for_memory: bool) -> ServerFailedError:
@@ -215,7 +225,7 @@ def _drain(
     if not drained.reported:
         logger.warning("moetier: requests in flight are vLLM's to end, for its frontend does not report them")
         return UNKNOWN_CUT
-    if not drained.cut or process.poll() is not None:
+    if not drained.cut:
         return None
     count = f"{drained.cut} request{'s' if drained.cut > 1 else ''} in flight"
     if len(stop) > 1:
