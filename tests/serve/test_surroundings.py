@@ -115,6 +115,11 @@ def test_few_open_files_are_raised_as_far_as_allowed_or_told(tmp_path: Path) -> 
     assert not looked(before=limit(64, 256), HOME=str(tmp_path)).startswith("error")
     found = looked(before=limit(64, 100), HOME=str(tmp_path))
     assert found.startswith("error: open files: expected a limit of 192 at least, found 100; raise it: ulimit -n 4096")
+    (tmp_path / "store").mkdir()
+    for layer in range(100):
+        (tmp_path / "store" / f"layer-{layer:05}.records").touch()
+    found = looked(f"{{'store': '{tmp_path}/store'}}", before=limit(64, 256), HOME=str(tmp_path))
+    assert found.startswith("error: open files: expected a limit of 292 at least, found 256")
 
 
 # -- /dev/shm --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ SPARE_MIB = 8
 """Left free in /dev/shm beside the queues."""
 CHUNK_VARIABLE = "VLLM_MQ_MAX_CHUNK_BYTES_MB"
 LEAST_FILES = 192
-"""Open files that a process of the server needs at least, with some tens of connections."""
+"""Open files that a process of the server needs beside the store's, with some tens of connections."""
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -72,7 +72,7 @@ def look(request: ServeRequest, scratch: Path, on_cpu: bool) -> Surroundings:
         _user_name,
         lambda: _shared_memory(request, on_cpu),
         lambda: _pinning(request, on_cpu),
-        _open_files,
+        lambda: _open_files(request),
     )
     cures = [cure for look in looks if (cure := look())]
     environment: dict[str, str] = {}
@@ -173,7 +173,7 @@ def _pinning(request: ServeRequest, on_cpu: bool) -> Cure | None:
     return Cure(ours if os.environ.get("OMP_NUM_THREADS") else {**ours, "OMP_NUM_THREADS": str(threads)}, line)
 
 
-def _open_files() -> Cure | None:
+def _open_files(request: ServeRequest) -> Cure | None:
     """The limit that we may set is set by us: vLLM raises its own to 65,535 or not at all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -181,9 +181,10 @@ def _open_files() -> Cure | None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (ValueError, OSError):
             hard = soft
-    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+    wanted = LEAST_FILES + sum(1 for _ in request.settings.store.glob("layer-*.records"))
+    if hard != resource.RLIM_INFINITY and hard < wanted:
         raise SettingsError(
-            f"open files: expected a limit of {LEAST_FILES} at least, found {hard}; raise it: ulimit -n 4096 (docker "
+            f"open files: expected a limit of {wanted} at least, found {hard}; raise it: ulimit -n 4096 (docker "
             "run --ulimit nofile=4096)"
         )
     return None
