@@ -223,6 +223,8 @@ class _Run:
             known = self.drawn.moment != "start" or event != "worker killed"  # whose code vLLM drops while it starts
             if known and "was killed by SIGKILL" not in said:
                 wrong.append(f"the reason is not shown: {last}")
+        elif "vLLM's log: " not in said:  # before anything was started: as any program ends
+            return wrong if code in (-signal.SIGTERM, -signal.SIGHUP, 130) else [*wrong, f"exit code {code}: {last}"]
         elif self.drawn.moment == "start" and "ready after" not in said:
             expected = (0, "ended before it was ready")
         elif event in KILLED:  # while it drained: it may have been done
