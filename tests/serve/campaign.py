@@ -144,7 +144,7 @@ class _Run:
             self._tell(signal.SIGTERM)
         elif event.startswith("launcher"):
             if event != "launcher killed":
-                self._kill(lambda process: "guard.py" in " ".join(process.cmdline()))
+                self._kill(lambda process: "guard.py" in " ".join(process.cmdline()), or_tell=False)
             self.server.send(signal.SIGKILL)
         else:
             names = {"server killed": "api_server", "engine killed": "VLLM::EngineCor", "worker killed": "VLLM::Worker"}
@@ -155,14 +155,15 @@ class _Run:
         with contextlib.suppress(ProcessLookupError):
             self.server.send(number)
 
-    def _kill(self, chosen: Callable[[psutil.Process], bool]) -> None:
+    def _kill(self, chosen: Callable[[psutil.Process], bool], or_tell: bool = True) -> None:
         """Kill a process; where it is not there yet, or no more, the launcher is told to end instead."""
         for process in self.server.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if chosen(process):
                     process.kill()
                     return
-        self._tell(signal.SIGTERM)
+        if or_tell:
+            self._tell(signal.SIGTERM)
 
     def _note(self) -> None:
         """Note what shared memory there is before the end."""
