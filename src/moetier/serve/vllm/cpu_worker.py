@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from moetier.serve.vllm.compat import seeds_rest
+from moetier.serve.vllm.queues import fit_queues
 from moetier.serve.vllm.resting import rest_while_waiting
 from moetier.serve.vllm.steps import StepAware
 
@@ -16,6 +17,7 @@ class MoetierCpuWorker(StepAware, CPUWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         rest_while_waiting()
+        fit_queues()
         super().__init__(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

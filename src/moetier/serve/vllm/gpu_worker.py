@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.gpu_worker import Worker
 
+from moetier.serve.vllm.queues import fit_queues
 from moetier.serve.vllm.steps import StepAware
 
 
 class MoetierGpuWorker(StepAware, Worker):
     """See `StepAware`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        fit_queues()
+        super().__init__(*args, **kwargs)
