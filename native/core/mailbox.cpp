@@ -1,5 +1,6 @@
 #include "core/mailbox.h"
 
+#include <algorithm>
 #include <cstddef>
 
 namespace moetier {
@@ -19,10 +20,13 @@ void store(unsigned &word, std::uint32_t value) {
 
 static_assert(offsetof(Box, answered) == 64 && offsetof(Box, refused) == 68 && sizeof(Box) == 128);
 
-Mailbox::Mailbox(const Mail &mail, std::size_t top_k, std::size_t experts, std::vector<const std::uint64_t *> tables,
-                 ThreadPool &pool, Compute compute, const std::vector<int> &cpus)
+constexpr std::size_t kPage = 4096;
+
+Mailbox::Mailbox(const Mail &mail, std::size_t top_k, std::size_t experts, std::vector<std::uint64_t *> tables,
+                 ThreadPool &pool, Compute compute, const std::vector<int> &cpus, std::unique_ptr<Alone> alone)
     : mail_(mail), top_k_(top_k), experts_(experts), tables_(std::move(tables)), pool_(pool),
-      compute_(std::move(compute)), layer_nanoseconds_(tables_.size()), meeting_(std::make_unique<Meeting>()) {
+      compute_(std::move(compute)), alone_(std::move(alone)), room_(alone_ ? alone_->records.bytes + kPage : 0),
+      layer_nanoseconds_(tables_.size()), meeting_(std::make_unique<Meeting>()) {
   pool_.demand_usable(); // so that whoever may use the pool may use this, too
   meeting_->thread = std::thread([this, cpus] {
     allow_cpus(cpus);
@@ -99,15 +103,15 @@ void Mailbox::serve(std::uint32_t request) {
   const auto tokens = static_cast<std::size_t>(mail_.box->tokens);
   const auto layer = static_cast<std::size_t>(mail_.box->layer);
   const std::span<const std::uint64_t> addresses(tables_[layer], experts_);
-  if (all_here(addresses, tokens * top_k_)) {
+  const bool late_helper = helper_is_late();
+  if (!late_helper && all_here(addresses, tokens * top_k_)) {
     const StepInput input{nullptr, mail_.x, mail_.ids, nullptr, mail_.weights, tokens};
     store(compute_(input, addresses, mail_.rows) ? mail_.box->answered : mail_.box->refused, request);
   } else {
-    Meeting &meet = *meeting_;
-    std::unique_lock lock(meet.mutex);
-    meet.help = request;
-    meet.changed.notify_all();
-    meet.changed.wait(lock, [&] { return meet.help == 0 || stop_.load(); });
+    if (late_helper || !wait_for_help(request)) {
+      store(compute_alone(layer, tokens) ? mail_.box->answered : mail_.box->refused, request);
+      answered_alone_.fetch_add(1, std::memory_order_relaxed);
+    }
     helps_.fetch_add(1, std::memory_order_relaxed);
   }
   calls_.fetch_add(1, std::memory_order_relaxed);
@@ -116,35 +120,107 @@ void Mailbox::serve(std::uint32_t request) {
   layer_nanoseconds_[layer].fetch_add(static_cast<std::uint64_t>(spent.count()), std::memory_order_relaxed);
 }
 
+// Whether whoever helped with an earlier request, which was answered without, is still at work and may be moving
+// records.
+bool Mailbox::helper_is_late() const {
+  if (!alone_) return false;
+  const std::lock_guard lock(meeting_->mutex);
+  return meeting_->helping;
+}
+
+// False where nobody came to help, or whoever came stopped getting on: the request is then closed to help.
+bool Mailbox::wait_for_help(std::uint32_t request) {
+  Meeting &meet = *meeting_;
+  std::unique_lock lock(meet.mutex);
+  meet.help = request;
+  meet.changed.notify_all();
+  const auto over = [&] { return meet.help == 0 || stop_.load(); };
+  if (!alone_) {
+    meet.changed.wait(lock, over);
+    return true;
+  }
+  for (std::uint64_t seen = meet.steps; !meet.changed.wait_for(lock, alone_->stuck, over); seen = meet.steps)
+    if (meet.steps == seen) {
+      meet.help = 0;
+      return false;
+    }
+  return true;
+}
+
+// The rows of the request in the mailbox, from the disk alone: what is in DRAM may be on its way out.
+bool Mailbox::compute_alone(std::size_t layer, std::size_t tokens) {
+  std::uint8_t *room = room_.data() + (kPage - reinterpret_cast<std::uintptr_t>(room_.data()) % kPage) % kPage;
+  std::vector<std::uint64_t> here(experts_, 0);
+  std::vector<bool> routed(experts_, false);
+  for (std::size_t p = 0; p < tokens * top_k_; ++p)
+    if (mail_.ids[p] >= 0 && static_cast<std::size_t>(mail_.ids[p]) < experts_)
+      routed[static_cast<std::size_t>(mail_.ids[p])] = true;
+  const StepInput input{nullptr, mail_.x, mail_.ids, nullptr, mail_.weights, tokens};
+  for (std::size_t expert = 0; expert < experts_; ++expert) {
+    if (!routed[expert]) continue;
+    if (!alone_->records.read(layer, expert, room) && !alone_->records.read(layer, expert, room)) return false;
+    here[expert] = reinterpret_cast<std::uintptr_t>(room) + alone_->records.shift;
+    while (!compute_(input, here, mail_.rows)) { // whoever helps is inside the kernel, and leaves it by itself
+      if (stop_.load()) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    here[expert] = 0;
+  }
+  return true;
+}
+
 std::uint32_t Mailbox::await_help(std::chrono::milliseconds timeout) {
   Meeting &meet = meeting();
   std::unique_lock lock(meet.mutex);
   const auto asked = [&] { return meet.help != 0 && meet.help != meet.taken; };
   meet.changed.wait_for(lock, timeout, [&] { return asked() || stop_.load(); });
   if (!asked()) return 0;
+  meet.helping = true;
+  ++meet.steps;
   return meet.taken = meet.help;
 }
 
-void Mailbox::answer(std::uint32_t request) {
-  helped(request, mail_.box->answered);
+bool Mailbox::answer(std::uint32_t request, const float *rows) {
+  return helped(request, mail_.box->answered, rows);
 }
 
-void Mailbox::refuse(std::uint32_t request) {
-  helped(request, mail_.box->refused);
+bool Mailbox::refuse(std::uint32_t request) {
+  return helped(request, mail_.box->refused, nullptr);
 }
 
-void Mailbox::helped(std::uint32_t request, unsigned &word) {
+bool Mailbox::helped(std::uint32_t request, unsigned &word, const float *rows) {
   Meeting &meet = meeting();
-  store(word, request);
   {
     const std::lock_guard lock(meet.mutex);
+    meet.helping = false;
+    if (meet.help != request) return false;
+    const std::size_t pairs = static_cast<std::size_t>(mail_.box->tokens) * top_k_;
+    for (std::size_t p = 0; rows != nullptr && p < pairs; ++p)
+      if (mail_.ids[p] >= 0) std::copy_n(rows + p * mail_.hidden, mail_.hidden, mail_.rows + p * mail_.hidden);
+    store(word, request);
     meet.help = 0;
   }
   meet.changed.notify_all();
+  return true;
+}
+
+bool Mailbox::forget(std::uint32_t request, std::size_t expert) {
+  Meeting &meet = meeting();
+  const std::lock_guard lock(meet.mutex);
+  if (meet.help != request) return false;
+  tables_[static_cast<std::size_t>(mail_.box->layer)][expert] = 0;
+  ++meet.steps;
+  return true;
+}
+
+void Mailbox::progress() {
+  Meeting &meet = meeting();
+  const std::lock_guard lock(meet.mutex);
+  ++meet.steps;
 }
 
 Mailbox::Counts Mailbox::counts() const {
-  return {calls_.load(), nanoseconds_.load(), helps_.load()};
+  return {calls_.load(), nanoseconds_.load(), helps_.load(), answered_alone_.load()};
 }
 
 } // namespace moetier

@@ -36,11 +36,12 @@ public:
     BoundExperts &bound_;
   };
 
-  // call(experts) without the GIL, which the caller holds.
+  // call(experts) without the GIL, which the caller holds. The turn ends before the GIL is had again: a thread that
+  // waits for it keeps nobody from the object.
   template <typename Call>
   auto exclusively(Call call) {
-    const Turn turn(*this);
     const nanobind::gil_scoped_release unlocked;
+    const Turn turn(*this);
     return call(turn.experts());
   }
 

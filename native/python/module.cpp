@@ -193,9 +193,15 @@ NB_MODULE(_native, module) {
                       const Addresses &addresses, const Array &out) {
         const moetier::StepInput input = step_input(x, ids, weights);
         auto *rows = static_cast<float *>(out.data());
-        check(self.exclusively(
-            [&](moetier::Experts &experts) { return experts.rows(input, as_span<std::uint64_t>(addresses), rows); }));
-        return listed(self.experts());
+        std::vector<std::int32_t> ids_found, counts; // copied in the turn: afterwards the object is anybody's
+        check(self.exclusively([&](moetier::Experts &experts) {
+          const StepError error = experts.rows(input, as_span<std::uint64_t>(addresses), rows);
+          ids_found.assign(experts.ids().begin(), experts.ids().end());
+          counts.assign(experts.counts().begin(), experts.counts().end());
+          return error;
+        }));
+        return nb::make_tuple(copy<std::int32_t>(std::span<const std::int32_t>(ids_found)),
+                              copy<std::int32_t>(std::span<const std::int32_t>(counts)));
       });
 
   bind_mailbox(module);

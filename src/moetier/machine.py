@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+"""Errors of a system call that is forbidden, or that there is none of."""
 MAX_THREADS = 4096
 """More than any machine has CPUs."""
 SMALL_MACHINE = 4
@@ -62,19 +64,31 @@ def outside_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
     """Those of `cpus` that the kernel does not let this process run on.
 
     A framework may have pinned the main thread to fewer than that, so a thread of its own asks for them and looks what
-    it got.
+    it got. Where the call itself is refused (`may_pin`), all that we run on now is what there is.
     """
     granted: set[int] = set()
 
     def ask() -> None:
-        with contextlib.suppress(OSError):
+        try:
             os.sched_setaffinity(0, cpus)
             granted.update(os.sched_getaffinity(0))
+        except OSError as error:
+            if error.errno in REFUSED:
+                granted.update(allowed_cpus())
 
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
     return tuple(sorted(set(cpus) - granted))
+
+
+def may_pin() -> bool:
+    """Whether the kernel lets a thread of ours choose its CPUs; some sandboxes refuse the call, whatever it asks."""
+    try:
+        os.sched_setaffinity(threading.get_native_id(), os.sched_getaffinity(threading.get_native_id()))
+    except OSError:
+        return False
+    return True
 
 
 def default_threads(cpus: Sequence[int], root: Path = ROOT) -> int:
@@ -110,6 +124,15 @@ def meminfo(root: Path = ROOT) -> dict[str, int]:
         number, *unit = value.split()
         fields[name] = int(number) * (1024 if unit == ["kB"] else 1)
     return fields
+
+
+def memory_kills(root: Path = ROOT) -> int:
+    """Processes that the kernel has killed for memory since its start; 0 where it does not count them."""
+    try:
+        fields = dict(line.split() for line in (root / "proc/vmstat").read_text().splitlines())
+        return int(fields.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _cgroup_folders(controller: str, root: Path) -> list[Path]:

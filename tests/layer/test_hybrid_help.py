@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
 from moetier.errors import RecordReadError  # noqa: E402
 from moetier.kernels.cpu import CpuExperts, ThreadPool  # noqa: E402
-from moetier.kernels.cpu.mailbox import Request  # noqa: E402
+from moetier.kernels.cpu.mailbox import OvertakenError, Request  # noqa: E402
 from moetier.kernels.gpu.hybrid import LayerTables  # noqa: E402
 from moetier.layer.context import Context  # noqa: E402
 from moetier.layer.counters import Counters  # noqa: E402
@@ -40,6 +40,7 @@ class Bench:
         self.reader, self.staging = DiskReader(store, 2), Staging(staging, stride)
         self.tier = DramTier(g.experts, records, stride, Lru(g.experts))
         slots = DeviceSlots(g.experts, [0], torch.zeros((2, stride), dtype=torch.uint8), first=5)
+        self.overtaken = False
         nothing: Any = None  # neither kernels nor counts of a device are used here
         self.layer = HybridLayer(
             LayerTables(0, slots.table, nothing, nothing, nothing),
@@ -62,6 +63,15 @@ class Bench:
         weights = rng.random((TOKENS, g.top_k), np.float32)
         rows = np.full((TOKENS, g.top_k, g.hidden), -7, np.float32)
         return Request(seed + 1, 0, x, ids, weights, np.array(streamed, np.int32), rows)
+
+    def forget(self, request: Request, expert: int) -> None:
+        """As the mailbox's: nobody reads the expert in DRAM any more, unless the request was answered meanwhile."""
+        if self.overtaken:
+            raise OvertakenError
+        self.tier.addresses[expert] = 0
+
+    def progress(self) -> None:
+        """As the mailbox's."""
 
     def expected(self, request: Request) -> np.ndarray:
         rows = np.full_like(request.rows, -7)
@@ -89,7 +99,7 @@ def test_rows_are_those_of_all_records_in_memory(store: Store, pool: ThreadPool,
     bench = Bench(store, pool, records, staging)
     for seed in range(12):
         request = bench.request(seed, [])
-        bench.layer.help(request)
+        bench.layer.help(request, bench)
         assert np.array_equal(request.rows, bench.expected(request))
         bench.tier.check_integrity()
         bench.staging.check_integrity()
@@ -105,7 +115,7 @@ def test_what_the_device_streams_and_what_is_being_copied_keeps_its_place(store:
     for seed in range(8):
         request = bench.request(seed, [6])
         request.ids[np.isin(request.ids, [6, 7])] = 1
-        bench.layer.help(request)
+        bench.layer.help(request, bench)
         assert np.array_equal(request.rows, bench.expected(request))
         assert np.array_equal(bench.tier.addresses[[6, 7]], kept), "a record moved while the device reads it"
     bench.reader.close()
@@ -120,12 +130,30 @@ def test_a_record_that_cannot_be_read_leaves_every_room_free(store: Store, pool:
     _flip(path, offset)
     try:
         with pytest.raises(RecordReadError, match="expert 4"):
-            bench.layer.help(request)
+            bench.layer.help(request, bench)
     finally:
         path.write_bytes(before)
     bench.tier.check_integrity()
     bench.staging.check_integrity()
-    bench.layer.help(request)
+    bench.layer.help(request, bench)
+    assert np.array_equal(request.rows, bench.expected(request))
+    bench.reader.close()
+
+
+def test_help_that_comes_too_late_moves_nothing(store: Store, pool: ThreadPool) -> None:
+    bench = Bench(store, pool, 2, 1)
+    bench.layer._fetcher.load(np.array([6, 7], np.int32))
+    kept = bench.tier.addresses.copy()
+    request = bench.request(0, [])
+    request.ids[:] = [2, 4, 5]
+    bench.overtaken = True
+    with pytest.raises(OvertakenError):
+        bench.layer.help(request, bench)
+    assert np.array_equal(bench.tier.addresses, kept), "a record moved that others may be reading"
+    bench.tier.check_integrity()
+    bench.staging.check_integrity()
+    bench.overtaken = False
+    bench.layer.help(request, bench)
     assert np.array_equal(request.rows, bench.expected(request))
     bench.reader.close()
 

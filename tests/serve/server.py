@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -88,19 +88,33 @@ class Server:
         dram_records: str = "25%",
         options: Sequence[str] = (),
         vllm: Sequence[str] = (),
+        under: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """folder: a new one for the output. options: more for moetier. vllm: more for vLLM."""
+        """folder: a new one for the output. options: more for moetier. vllm: more for vLLM. under: a command that runs
+        it. variables: the whole environment, if not ours.
+        """
         folder.mkdir(parents=True)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_seconds = 0.0
         self._log, self._err = folder / "vllm.log", folder / "stderr"
-        command = [COMMAND, "serve", str(model), "--store", str(store), "--build-store", "--port", str(self.port)]
+        command = [
+            *under,
+            COMMAND,
+            "serve",
+            str(model),
+            "--store",
+            str(store),
+            "--build-store",
+            "--port",
+            str(self.port),
+        ]
         command += ["--dram-records", dram_records, "--kv-cache-gib", "0.25", "--log-file", str(self._log), *options]
         with self._err.open("wb") as err, (folder / "stdout").open("wb") as out:
             self._process = subprocess.Popen(
                 [*command, "--", *PARSERS, *CHEAP, *vllm],
-                env=environment(),
+                env=environment() if variables is None else dict(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

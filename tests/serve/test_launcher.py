@@ -8,16 +8,22 @@ import re
 import shutil
 import signal
 import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
+from moetier.serve.scratch import PREFIX, SHARED, SHARED_MEMORY, mapped_by
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.trim import trim_checkpoint
 from tests.serve.damage import flip_a_bit_of_every_record, zero_the_weights
-from tests.serve.server import LIMIT_SECONDS, Server, free_port, refused, serving
+from tests.serve.server import LIMIT_SECONDS, Server, environment, free_port, refused, serving
 from tests.serve.sparse import huge
 from tests.serve.streaming import LONG, Request
 from tests.store.checkpoints import base_config, common_tensors, write_checkpoint, write_shards
@@ -174,6 +180,50 @@ def test_signal_drains_saves_heat_exits_0(number: signal.Signals, nano: Path, st
     assert files(store) == before
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """An empty folder for temporary files, with a name short enough for sockets, which pytest's are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_drain_that_runs_out_says_what_it_cut_and_leaves_nothing(
+    nano: Path, store: Path, temporary: Path, tmp_path: Path
+) -> None:
+    options = ("--drain-seconds", "4", "--identity-check", "1")
+    variables = {**environment(), "TMPDIR": str(temporary)}
+    with Server(nano, store, tmp_path / "out", options=options, variables=variables) as server:
+        server.wait_ready()
+        memory = mapped_by(str(process.pid) for process in server.processes())
+        assert memory
+        assert [path.name for path in temporary.glob(f"{PREFIX}*/{SHARED}")] == [SHARED]
+        body = {"model": "nano-mxfp4", "prompt": "The", "max_tokens": 900, "n": 8, "ignore_eos": True}
+        streaming = Request(server)
+        assert streaming.began.wait(LIMIT_SECONDS)
+        with ThreadPoolExecutor() as pool:
+            url = f"{server.url}/v1/completions"
+            whole = [pool.submit(httpx.post, url, json=body, timeout=LIMIT_SECONDS) for _ in range(4)]
+            time.sleep(1)  # until they are under way
+            server.send(signal.SIGTERM)
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while server.healthy() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            new = httpx.post(url, json=body, timeout=LIMIT_SECONDS)
+            answers = [answer.result() for answer in whole]
+        assert new.status_code == 503
+        assert int(new.headers["retry-after"]) >= 1
+        assert server.wait_exit() == 1
+        streamed = streaming.join()
+        assert streamed.error is None or "cut off" in str(streamed.error)
+        assert [answer.status_code for answer in answers] == [503] * 4
+        assert all("cut off" in answer.json()["error"]["message"] for answer in answers)
+        cut = 4 + (streamed.error is not None)
+        assert server.error.startswith(f"cut off {cut} requests in flight, for --drain-seconds 4 were over")
+        assert "give more --drain-seconds" in server.error
+    assert list(temporary.iterdir()) == []
+    assert not [name for name in memory if (SHARED_MEMORY / name).exists()]
+
+
 def test_signal_while_it_starts_ends_it(nano: Path, store: Path, tmp_path: Path) -> None:
     before = files(store)
     with Server(nano, store, tmp_path / "out") as server:
@@ -192,15 +242,19 @@ def test_port_that_was_taken_before_the_server_had_it(nano: Path, store: Path, t
 
 
 @pytest.mark.parametrize("when", ["starting", "ready"])
-def test_killed_launcher_leaves_no_server(when: str, nano: Path, store: Path, tmp_path: Path) -> None:
-    with Server(nano, store, tmp_path / "out") as server:
+def test_killed_launcher_leaves_nothing(when: str, nano: Path, store: Path, temporary: Path, tmp_path: Path) -> None:
+    with Server(nano, store, tmp_path / "out", variables={**environment(), "TMPDIR": str(temporary)}) as server:
         if when == "ready":
             server.wait_ready()
         else:
             server.wait_for_processes(STARTING)
+        memory = mapped_by(str(process.pid) for process in server.processes())
+        assert memory or when == "starting"
         server.send(signal.SIGKILL)
-        server.wait_gone()
+        server.wait_gone()  # the guard, too, which is the last
         assert server.wait_exit() == -signal.SIGKILL
+    assert list(temporary.iterdir()) == []
+    assert not [name for name in memory if (SHARED_MEMORY / name).exists()]
 
 
 def test_killed_engine_ends_everything(nano: Path, store: Path, tmp_path: Path) -> None:
@@ -212,6 +266,7 @@ def test_killed_engine_ends_everything(nano: Path, store: Path, tmp_path: Path) 
         assert running.join().error is not None
         assert "ended by itself" in server.error
         assert "its log is" in server.error
+        assert server.error.splitlines()[-1].startswith("EngineCore was killed by SIGKILL, ")
 
 
 def test_flipped_bytes_are_healed_else_the_engine_stops(model: Path, store: Path, tmp_path: Path) -> None:

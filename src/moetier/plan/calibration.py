@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from moetier.errors import SettingsError
+from moetier.folders import state_home
 from moetier.plan.costs import Costs
 from moetier.plan.geometry import Facts
 from moetier.plan.predict import Case, metrics, ttft
@@ -174,17 +174,17 @@ def _settings(case: Case) -> dict[str, int | str | None]:
 
 
 def calibration_file(identity: str, engine: str) -> Path:
-    """Where a machine's corrections are kept."""
-    named = Path(os.environ.get("XDG_STATE_HOME") or "")
-    folder = named if named.is_absolute() else _home() / ".local" / "state"
-    return folder / "moetier" / f"calibration-{identity}-{engine}.json"
+    """Where a machine's corrections are kept; SettingsError where there is no home to keep them in."""
+    return state_home() / "moetier" / f"calibration-{identity}-{engine}.json"
 
 
-def _home() -> Path:
+def load_kept(identity: str, engine: str) -> Calibration | None:
+    """A machine's corrections; None where none were kept. SettingsError as `load`."""
     try:
-        return Path.home()
-    except RuntimeError:
-        raise SettingsError("expected a home folder to keep corrections in, found none; set XDG_STATE_HOME") from None
+        path = calibration_file(identity, engine)
+    except SettingsError:
+        return None  # no home
+    return load(path) if path.exists() else None
 
 
 def load(path: Path) -> Calibration:

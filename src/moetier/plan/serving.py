@@ -147,8 +147,7 @@ def _plan(geometry: Geometry, machine: Machine, given: Given) -> Plan:
     )
     each = [replace(wanted, chunk=chunk) for chunk in chunks]
     wanted = next((one for one in each if not place(geometry, hardware, one).problems), each[0])
-    kept = calibration.calibration_file(machine.identity, engine_named(None, hardware).name)
-    corrections = calibration.load(kept) if kept.exists() else None
+    corrections = calibration.load_kept(machine.identity, engine_named(None, hardware).name)
     return make_plan(Question(geometry, machine, wanted, calibration=corrections))
 
 

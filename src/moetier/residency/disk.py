@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import RecordReadError, SettingsError
+from moetier.kernels.cpu.mailbox import Alone
 from moetier.residency.part import Part
 from moetier.store.heal import Healer
 from moetier.store.store import Store
@@ -97,6 +98,23 @@ class DiskReader:
                 "raise the limit on processes or memory"
             ) from error
         return pool
+
+    def alone(self, stuck_ms: int) -> Alone:
+        """Return what the mailbox reads records with by itself, as `read` does; valid until `close`."""
+        part, layout = self.part, self._store.layout
+        return Alone(
+            files=self._files,
+            sums=[self._store.checksums(layer) for layer in range(len(self._files))],
+            stride=self._store.manifest.record_stride,
+            start=part.start,
+            bytes=part.room,
+            shift=part.shift,
+            used=part.end - part.begin,
+            slices=layout.slices,
+            first_slice=part.first,
+            slice_bytes=layout.slice_bytes,
+            stuck_ms=stuck_ms,
+        )
 
     def submit(self, layer: int, expert: int, out: NDArray[np.uint8]) -> Future[None]:
         """Start reading a record into `out`, uint8 [room], 4 KiB-aligned. `out` belongs to the read until it ends."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,10 +53,13 @@ class DramTier:
         assert self._slot_of[expert] != ABSENT, f"expert {expert} is not in DRAM"
         return self.arena.view(int(self._slot_of[expert]))
 
-    def take(self, expert: int, pinned: NDArray[np.bool_]) -> int | None:
+    def take(
+        self, expert: int, pinned: NDArray[np.bool_], forget: Callable[[int], None] = lambda expert: None
+    ) -> int | None:
         """A slot for `expert`: a free one, or that of one which the policy gives up. pinned: bool [E], never given up.
 
-        None where there is none to be had.
+        forget: called with the expert that gives its slot up, before anything changes; what it raises leaves all as it
+        was. None where there is no slot to be had.
         """
         if self._free:
             slot = self._free.pop()
@@ -63,6 +68,7 @@ class DramTier:
             victim = self.policy.victim(expert, resident[~pinned[resident]])
             if victim is None:
                 return None
+            forget(victim)
             slot = int(self._slot_of[victim])
             self._slot_of[victim] = ABSENT
             self.addresses[victim] = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,9 @@ CPU_WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
 GPU_WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
 CPU_EXECUTOR = "moetier.serve.vllm.executor.RestingExecutor"
 ACCESS = "moetier.serve.vllm.access.Access"
+DRAINING = "moetier.serve.vllm.draining.Draining"
+LEAST_SHUTDOWN_SECONDS = 10
+"""Of vLLM's own end, which comes after the drain: the engine saves heat in it. The launcher sees to the drain time."""
 SOCKET_FOLDER_BYTES = 107 - 37
 """The longest name of a folder for vLLM's sockets: a socket's path may have 107 bytes, and vLLM's name has 36."""
 
@@ -53,6 +55,12 @@ class ServeRequest:
     planned_device_bytes: int | None = None
     scratch: Path | None = None
     """A folder that is gone after the server."""
+    scratch_lock: int | None = None
+    """Descriptor of its lock, which the server's processes keep."""
+    log_kept: bool = True
+    """False: the log is in the scratch folder, for there is no other place."""
+    surroundings: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the server's environment that its surroundings ask for (surroundings.py)."""
 
     def __post_init__(self) -> None:
         taken = take(self.extra)
@@ -101,7 +109,8 @@ def arguments(request: ServeRequest, on_cpu: bool) -> list[str]:
         *("--quantization", "moetier", "--load-format", "moetier"),
         *("--additional-config", json.dumps({"moetier": request.settings.model_dump(mode="json", exclude_none=True)})),
         *("--host", request.host, "--port", str(request.port)),
-        *("--shutdown-timeout", str(request.drain_seconds)),
+        *("--shutdown-timeout", str(max(request.drain_seconds, LEAST_SHUTDOWN_SECONDS))),
+        *("--middleware", DRAINING),
         *("--worker-cls", CPU_WORKER if on_cpu else GPU_WORKER),
     ]
     if on_cpu:
@@ -135,12 +144,10 @@ def environment(request: ServeRequest, cpus: Sequence[int], inherited: Mapping[s
             ",".join(map(str, cpus_of_rank(machine.compute_cpus(cpus), rank, ranks))) for rank in range(ranks)
         ),
     }
-    if request.scratch and len(os.fsencode(request.scratch)) <= SOCKET_FOLDER_BYTES:
-        ours["VLLM_RPC_BASE_PATH"] = str(request.scratch)  # vLLM leaves its sockets, eight a start, where they were
     if not request.usage_stats:
         ours |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     kept = {name: value for name, value in inherited.items() if name != VARIABLE}
-    return {**ours, **kept, HASHES: hashes_of(request.api_keys)}
+    return {**ours, **kept, **request.surroundings, HASHES: hashes_of(request.api_keys)}
 
 
 def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:

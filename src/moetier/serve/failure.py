@@ -12,11 +12,13 @@ import contextlib
 import json
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moetier.errors import MoetierError
+
+ENDED = "ended.json"
 
 
 @contextlib.contextmanager
@@ -67,3 +69,19 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return state if isinstance(state, dict) else {}
+
+
+def write_ended(folder: Path, ended: Sequence[tuple[str, int]]) -> None:
+    """Write which processes ended, and their exit codes; a full disk costs that."""
+    with contextlib.suppress(OSError):
+        (folder / ENDED).write_text(json.dumps(ended))
+
+
+def read_ended(folder: Path | None) -> list[tuple[str, int]]:
+    """What `write_ended` wrote; nothing where it did not."""
+    if folder is None:
+        return []
+    try:
+        return [(str(name), int(code)) for name, code in json.loads((folder / ENDED).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []

@@ -20,16 +20,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
+from moetier import machine
 from moetier.errors import MoetierError, SettingsError
+from moetier.serve import drain
 from moetier.serve.command import ServeRequest, arguments, environment, url_from_here
-from moetier.serve.failure import read_failure, read_words
-from moetier.serve.guard import end_group, guarded
+from moetier.serve.failure import read_ended, read_failure, read_words
+from moetier.serve.guard import END_SECONDS, Guard, end_group, guarded
+from moetier.serve.reason import reason
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-KILL_GRACE_SECONDS = 15
-"""After the drain time, how long the server may take to end before it is killed."""
 LOG_END_BYTES = 16384
 DIRECT = urllib.request.build_opener(
     urllib.request.ProxyHandler({}),
@@ -42,6 +43,13 @@ class ServerFailedError(MoetierError):
     """The server process ended by itself."""
 
     exit_code = 1
+
+
+class RequestsCutError(ServerFailedError):
+    """The server ended as it was told to, but before some of its requests had."""
+
+
+UNKNOWN_CUT = RequestsCutError("the server was ended before its requests were: by a second signal, or out of time")
 
 
 def vllm_distribution() -> tuple[str, str]:
@@ -86,50 +94,68 @@ def run(
     since the epoch; None if it had not served by then.
 
     on_wait(seconds) is called while it starts, on_ready(seconds) once when it answers. If it ends without having been
-    asked to, that is the MoetierError which stopped it, else a ServerFailedError.
+    asked to, that is the MoetierError which stopped it, else a ServerFailedError; if requests were cut off, a
+    RequestsCutError.
     """
-    start = time.monotonic()
-    patience = request.drain_seconds + KILL_GRACE_SECONDS
+    start, kills = time.monotonic(), machine.memory_kills()
     with _stop_signals() as stop:
         process = _start(request, cpus)
-        with guarded(process.pid, patience) as tell_ready:
+        with guarded(process.pid, request.drain_seconds, request.scratch, request.scratch_lock) as guard:
             ready = False
             while not stop and process.poll() is None:
                 if not ready:
                     ready = _healthy(request)
                     (on_ready if ready else on_wait)(time.monotonic() - start)
                     if ready:
-                        tell_ready()
+                        guard.tell_ready()
+                guard.replace_if_dead()
                 time.sleep(POLL_SECONDS)
             told = stop[0] if stop else None  # what comes while leftovers are ended did not end the server
-            drained = not ready or _drained(process, patience, stop)
-            if left := end_group(process.pid):
-                logger.warning("moetier: killed, but the kernel does not let go of processes %s", left)
+            cut = _drain(request, process, guard, stop) if ready and told is not None else None
             code = process.poll()
+            crashed = code is not None and _crashed(request, code)
+            if ready and told is not None and code is None:
+                cut, code = _end(process, told + request.drain_seconds, stop, cut)
+                crashed = code != 0
+            if left := end_group(process.pid, request.scratch):
+                logger.warning("moetier: killed, but the kernel does not let go of processes %s", left)
     failure = _failure(request)
-    if told is not None:
-        if ready and failure:
-            raise failure
-        if not drained:
-            raise ServerFailedError("the server was ended before its requests were: by a second signal, or out of time")
+    if told is not None and not (ready and (failure or crashed)):
+        if cut:
+            raise cut
         return told if ready else None
     if failure and not ready:
         failure.exit_code = MoetierError.exit_code  # bad input, found before anything was served
     if not failure:
         check_port(request.host, request.port)  # somebody else may have been faster
+    raise failure or _ended_by_itself(request, ready, code, machine.memory_kills() > kills)
+
+
+def _crashed(request: ServeRequest, code: int) -> bool:
+    """Whether a server with this exit code crashed, or its engine did, after which vLLM's frontend exits with 0. One
+    that a service manager told to end beside us did not.
+    """
+    codes = (code, *(code for _, code in read_ended(request.scratch)))
+    return any(code not in (0, -signal.SIGTERM) for code in codes)
+
+
+def _ended_by_itself(request: ServeRequest, ready: bool, code: int | None, for_memory: bool) -> ServerFailedError:
+    """The error for a server that nobody told to end. Its last words are the reason, as far as one can be found."""
+    log = request.log_file
+    ended = [*read_ended(request.scratch), ("vLLM's server", code or 0)]
     words = read_words(request.settings.failure_file)
-    raise failure or ServerFailedError(
-        f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}"
-        f"{f' ({words})' if words else ''}; "
-        + (
-            f"its log is {request.log_file}, the end of it:\n{last_lines(request.log_file, 12)}"
-            if request.log_file
-            else "see above"
-        )
-    )
+    why = words or reason(log or Path(os.devnull), ended, for_memory)
+    said = f"the server ended by itself with code {code}{'' if ready else ' before it was ready'}; "
+    where = f"its log is {log}" if log and request.log_kept else "its log is above" if log is None else ""
+    where = where or "its log is gone with its temporary folder (--log-file FILE keeps it)"
+    if why:
+        return ServerFailedError(f"{said}{where}, the reason:\n{why}")
+    return ServerFailedError(said + where + (f", the end of it:\n{last_lines(log, 12)}" if log else ""))
 
 
 def _start(request: ServeRequest, cpus: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    if request.scratch is not None:
+        drain.prepare(request.scratch)
     with _output(request.log_file) as output:
         return subprocess.Popen(
             arguments(request, runs_on_cpu()),
@@ -137,6 +163,7 @@ def _start(request: ServeRequest, cpus: tuple[int, ...]) -> subprocess.Popen[byt
             stdout=output,
             stderr=output,
             start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we drain the server
+            pass_fds=() if request.scratch_lock is None else (request.scratch_lock,),
         )
 
 
@@ -178,13 +205,53 @@ def last_lines(path: Path, number: int) -> str:
     return ""
 
 
-def _drained(process: subprocess.Popen[bytes], patience: float, stop: list[float]) -> bool:
-    """Let the requests in flight end, then the server; whether it did before the deadline or a second signal."""
+def _drain(
+    request: ServeRequest, process: subprocess.Popen[bytes], guard: Guard, stop: list[float]
+) -> RequestsCutError | None:
+    """Let the requests in flight end. Returns the error if some were cut off: out of time, or by a second signal."""
+
+    def lives() -> bool:
+        guard.replace_if_dead()
+        return process.poll() is None
+
+    if request.scratch is None:
+        return None
+    until = time.monotonic() + drain.time_for_requests(request.drain_seconds)
+    try:
+        drained = drain.drain(request.scratch, until, lives, lambda: len(stop) > 1)
+    except OSError as error:
+        logger.warning("moetier: requests in flight are vLLM's to end, for %s", error)
+        return UNKNOWN_CUT
+    if not drained.reported:
+        logger.warning("moetier: requests in flight are vLLM's to end, for its frontend does not report them")
+        return UNKNOWN_CUT
+    if not drained.cut:
+        return None
+    count = f"{drained.cut} request{'s' if drained.cut > 1 else ''} in flight"
+    if len(stop) > 1:
+        return RequestsCutError(f"cut off {count}, for a second signal came; each got an error")
+    return RequestsCutError(
+        f"cut off {count}, for --drain-seconds {request.drain_seconds} were over; each got an error. Where requests "
+        "take longer, give more --drain-seconds"
+    )
+
+
+def _end(
+    process: subprocess.Popen[bytes], until: float, stop: list[float], cut: RequestsCutError | None
+) -> tuple[RequestsCutError | None, int]:
+    """Tell the server to end, and wait for it until then (since the epoch), or until one more signal. It has no
+    requests left, or they are vLLM's to end. Returns what was cut off, and the exit code if that is a crash's.
+    """
     process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + patience
-    while process.poll() is None and time.monotonic() < deadline and len(stop) < 2:
+    signals = len(stop)
+    while process.poll() is None and len(stop) == signals and time.time() < until:
         time.sleep(POLL_SECONDS)
-    return process.poll() is not None
+    code = process.poll()
+    if code is None and len(stop) == signals:
+        logger.warning("moetier: vLLM's own end takes longer than --drain-seconds left: killed in %d s", END_SECONDS)
+    if code is not None and cut is UNKNOWN_CUT:
+        cut = None
+    return cut, 0 if code is None or code >= 0 or code == -signal.SIGTERM else code
 
 
 @contextmanager

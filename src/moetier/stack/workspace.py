@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +11,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from moetier.folders import cache_home
 from moetier.stack.archive import Tree, read_tree
 from moetier.stack.commits import commit_tree
 from moetier.stack.definition import Definition, Profile, Source, load_definition
@@ -25,7 +25,7 @@ LARGEST_PATCH = 4 << 20
 
 def default_cache() -> Path:
     """Where fetched archives are kept, by the XDG convention."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetier" / "stack"
+    return cache_home() / "moetier" / "stack"
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,12 +15,15 @@ from moetier.cli.serving.explain import explain as explanation
 from moetier.cli.serving.place import check_drafter, console, open_store, place, show
 from moetier.decision.decide import Decision
 from moetier.errors import RefusedError, SettingsError
+from moetier.folders import temporary_roots
 from moetier.kernels.cpu import ThreadPool
 from moetier.kernels.cpu.isa import choose_isa
 from moetier.serve import launcher
 from moetier.serve.command import ServeRequest, check_reachable_only_with_key, example
 from moetier.serve.refused import check_arguments
+from moetier.serve.scratch import scratch, sweep
 from moetier.serve.started import read_started
+from moetier.serve.surroundings import look, socket_root
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
 
@@ -62,23 +64,41 @@ def start(
     if explain:
         for line in (*request.launch, *explanation(request, records, not launcher.runs_on_cpu())):
             console.print(line, soft_wrap=True, markup=False, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="moetier-") as folder:
+    _sweep()
+    with scratch(socket_root()) as (folder, lock):
+        found = look(request, folder, launcher.runs_on_cpu())
+        for line in found.lines:
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
         decided = settings.model_copy(
             update={
                 "dram_records": records,
                 "store": settings.store.resolve(),
                 "cpus": settings.cpus or machine.compute_cpus(cpus),
                 "record_trace": settings.record_trace and settings.record_trace.absolute(),
-                "counters_folder": settings.counters_folder or Path(folder),
-                "failure_file": Path(folder) / "failure.json",
+                "counters_folder": settings.counters_folder or folder,
+                "failure_file": folder / "failure.json",
             }
         )
-        changed = dataclasses.replace(request, settings=decided, model=model.resolve(), scratch=Path(folder))
+        changed = dataclasses.replace(
+            request,
+            settings=decided,
+            model=model.resolve(),
+            scratch=folder,
+            scratch_lock=lock,
+            surroundings=found.environment,
+            log_file=request.log_file if request.log_kept else folder / "vllm.log",
+        )
         told = _run(changed, cpus, on_ready)
     if told is None:
         console.print("ended before it was ready, bye")
     else:
         console.print(f"drained, {'heat saved, ' if _written_since(told, decided.heat_path) else ''}bye")
+
+
+def _sweep() -> None:
+    """Remove what servers left that were killed with their guards."""
+    for folder in sweep(temporary_roots()):
+        console.print(f"removed {folder}, left by a server that was killed", soft_wrap=True, highlight=False)
 
 
 def _written_since(seconds: float, path: Path) -> bool:
@@ -116,7 +136,8 @@ def require_served(decision: Decision, skip: bool) -> None:
 def _run(request: ServeRequest, cpus: tuple[int, ...], on_ready: Callable[[], None] | None) -> float | None:
     """Run the server with a line of progress until it answers."""
     if request.log_file is not None:
-        console.print(f"vLLM's log: {request.log_file}", soft_wrap=True, markup=False, highlight=False)
+        kept = "" if request.log_kept else ", until the server ends: no state folder takes it; --log-file FILE keeps it"
+        console.print(f"vLLM's log: {request.log_file}{kept}", soft_wrap=True, markup=False, highlight=False)
     with Status("starting vLLM", console=console) as status:
 
         def waiting(seconds: float) -> None:

@@ -30,9 +30,40 @@ class MailArrays:
     rows: NDArray[np.float32]
 
 
+class OvertakenError(Exception):
+    """The request was answered without help, which came too late: nothing of it may be used or moved any more."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What the mailbox answers from where nobody helps: the store's files, and the part of each record that is read.
+
+    files: open for reading, one a layer; sums: xxh3_64 of each slice, uint64 [experts, slices] of each layer. Sizes in
+    bytes: `bytes` from `start` of a record on are read, the part begins at `shift` of that and has `used`. Everything
+    must outlive the mailbox.
+    """
+
+    files: Sequence[int]
+    sums: Sequence[NDArray[np.uint64]]
+    stride: int
+    start: int
+    bytes: int
+    shift: int
+    used: int
+    slices: int
+    first_slice: int
+    slice_bytes: int
+    stuck_ms: int
+    """After so long without progress of whoever helps, the mailbox answers by itself."""
+
+    def native(self) -> dict[str, object]:
+        """Return the fields as the binding takes them; arrays by address."""
+        return {**vars(self), "files": list(self.files), "sums": [sums.ctypes.data for sums in self.sums]}
+
+
 @dataclass(frozen=True)
 class Request:
-    """A request that needs help: its number, layer, and what it asks for (views into the mailbox)."""
+    """A request that needs help: its number, layer, and copies of what it asks for; `rows` is where its rows go."""
 
     number: int
     layer: int
@@ -57,19 +88,28 @@ class Mailbox:
         The memory. It must outlive the mailbox.
     tables
         Of each layer, uint64 [experts]: where each expert's record lies, 0 where it is not in DRAM. Read at every
-        request; change them only between requests or while helping.
+        request; change them only between requests, or while helping, after `forget`.
+    alone
+        Where a request that gets no help is computed from. None: it waits for help as long as it takes.
 
     """
 
     def __init__(
-        self, kernel: CpuExperts, pool: ThreadPool, mail: MailArrays, tables: Sequence[NDArray[np.uint64]]
+        self,
+        kernel: CpuExperts,
+        pool: ThreadPool,
+        mail: MailArrays,
+        tables: Sequence[NDArray[np.uint64]],
+        alone: Alone | None = None,
     ) -> None:
         g = kernel.geometry
         assert mail.ids.shape == (mail.x.shape[0], g.top_k), "ids are not [tokens, top_k]"
         assert mail.rows.shape == (*mail.ids.shape, g.hidden), "rows are not [tokens, top_k, hidden]"
         assert mail.x.shape[0] <= kernel.max_tokens, "the kernel takes fewer tokens than the mailbox"
         assert all(table.shape == (g.experts,) and table.dtype == np.uint64 for table in tables)
-        self._mail, self._tables, self._kernel = mail, list(tables), kernel
+        self._mail, self._tables, self._kernel, self._alone = mail, list(tables), kernel, alone
+        self._rows = np.zeros_like(mail.rows)
+        """Of whoever helps: what comes too late must not reach the mailbox."""
         self._native = _native.Mailbox(
             pool.native,
             kernel.native,
@@ -80,8 +120,10 @@ class Mailbox:
             mail.weights.ctypes.data,
             mail.x.ctypes.data,
             mail.rows.ctypes.data,
+            g.hidden,
             [table.ctypes.data for table in tables],
             list(pool.cpus),
+            alone.native() if alone is not None else None,
         )
 
     def wake(self) -> None:
@@ -89,29 +131,39 @@ class Mailbox:
         self._native.wake()
 
     def await_help(self, milliseconds: int) -> Request | None:
-        """A request with a record that is not in DRAM. Write its rows, then `answer`; or `refuse` it."""
+        """Return a request with a record that is not in DRAM. Write its rows, then `answer`; or `refuse` it.
+
+        What it asks for is copied: if help comes too late, the mailbox holds the next request meanwhile.
+        """
         number = self._native.await_help(milliseconds)
         if not number:
             return None
         mail, box = self._mail, self._mail.box
         tokens, layer = int(box[word("tokens")]), int(box[word("layer")])
-        streamed = mail.streamed[: int(box[word("streamed")])]
-        return Request(
-            number, layer, mail.x[:tokens], mail.ids[:tokens], mail.weights[:tokens], streamed, mail.rows[:tokens]
-        )
+        x, ids, weights = mail.x[:tokens].copy(), mail.ids[:tokens].copy(), mail.weights[:tokens].copy()
+        streamed = mail.streamed[: int(box[word("streamed")])].copy()
+        return Request(number, layer, x, ids, weights, streamed, self._rows[:tokens])
 
-    def answer(self, request: Request) -> None:
-        """The rows of `request` are written."""
-        self._native.answer(request.number)
+    def answer(self, request: Request) -> bool:
+        """Hand over the rows of `request`; False where it was answered without them."""
+        return self._native.answer(request.number, self._rows.ctypes.data)
 
-    def refuse(self, request: Request) -> None:
-        """`request` cannot be answered: the device stops."""
-        self._native.refuse(request.number)
+    def refuse(self, request: Request) -> bool:
+        """`request` cannot be answered: the device stops. False where it was answered meanwhile."""
+        return self._native.refuse(request.number)
 
-    def counts(self) -> tuple[int, int, int]:
-        """Requests so far, the nanoseconds they took, and how many needed help."""
-        calls, nanoseconds, helps = self._native.counts()
-        return calls, nanoseconds, helps
+    def forget(self, request: Request, expert: int) -> None:
+        """To be called before an expert's DRAM is overwritten; OvertakenError where others may read it by now."""
+        if not self._native.forget(request.number, expert):
+            raise OvertakenError(f"request {request.number} was answered without help")
+
+    def progress(self) -> None:
+        """Whoever helps is at work."""
+        self._native.progress()
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Requests so far, the nanoseconds they took, how many needed help, and how many were answered without it."""
+        return self._native.counts()
 
     def layer_nanoseconds(self, layer: int) -> int:
         """What the requests of a layer took so far."""

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moetier.folders import cache_home
+
 logger = logging.getLogger(__name__)
 
 FORMAT = "moetier kernel 2\n"
@@ -23,8 +25,7 @@ LARGEST = 64 << 20
 
 def folder() -> Path:
     """Where they are; it can be deleted at any time."""
-    given = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    return (given if given.is_absolute() else Path.home() / ".cache") / "moetier" / "kernels"
+    return cache_home() / "moetier" / "kernels"
 
 
 def key_of(made_from: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from moetier.errors import MoetierError
-from moetier.kernels.cpu.mailbox import Mailbox
+from moetier.kernels.cpu.mailbox import Mailbox, OvertakenError
 from moetier.kernels.gpu.hybrid import Mail
 from moetier.layer.hybrid.layer import HybridLayer
 
@@ -17,6 +17,13 @@ logger = logging.getLogger(__name__)
 
 WAIT_MS = 200
 """How long the helper waits for a request before it looks whether the model is closed."""
+STUCK_SECONDS = 2.0
+"""Without progress of the helper for so long, a request is answered without it."""
+
+
+def stuck_ms(patience: float) -> int:
+    """Return how long a request lacks help before the mailbox answers it alone, well before the device gives up."""
+    return round(min(STUCK_SECONDS, patience / 4) * 1e3)
 
 
 class Helper:
@@ -36,6 +43,7 @@ class Helper:
     ) -> None:
         self._mailbox, self._mail, self._layers = mailbox, mail, layers
         self._patience, self._on_failure, self._failed = patience, on_failure, False
+        self._alone = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="moetier-helper", daemon=True)
         self._thread.start()
@@ -43,12 +51,16 @@ class Helper:
     def _work(self) -> None:
         while not self._closed.is_set():
             request = self._mailbox.await_help(WAIT_MS)
+            self._tell_if_alone()
             if request is None:
                 self.tell_if_late()
                 continue
             try:
                 layers = {layer.index: layer for layer in self._layers}
-                layers[request.layer].help(request)
+                layers[request.layer].help(request, self._mailbox)
+            except OvertakenError:
+                self._mailbox.refuse(request)  # it has its answer: this only ends our part
+                continue
             except Exception as error:  # the device must hear of it, whatever it is
                 try:
                     self._fail(error if isinstance(error, MoetierError) else _ours(error))
@@ -56,6 +68,18 @@ class Helper:
                     self._mailbox.refuse(request)
                 continue
             self._mailbox.answer(request)
+
+    def _tell_if_alone(self) -> None:
+        """Say where requests were answered from disk alone: steps were slow, and no bit is another one."""
+        alone = self._mailbox.counts()[3]
+        if alone != self._alone:
+            logger.warning(
+                "%d requests of the device got no help for %d ms and were answered from disk alone, with the same "
+                "bits: most likely a thread kept Python's lock while it waited for the device",
+                alone - self._alone,
+                stuck_ms(self._patience),
+            )
+            self._alone = alone
 
     def tell_if_late(self) -> None:
         """Say why the device stopped, if it gave up waiting for the CPU; from any thread."""

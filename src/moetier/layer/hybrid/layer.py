@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,6 +49,16 @@ class Copied:
 
     read: Read
     done: Mark
+
+
+class OpenRequest(Protocol):
+    """What whoever helps with a request asks the mailbox, or tells it."""
+
+    def forget(self, request: Request, expert: int) -> None:
+        """Called before the DRAM of an expert is overwritten; OvertakenError where others may be reading it."""
+
+    def progress(self) -> None:
+        """Called whenever the request gets on."""
 
 
 class HybridLayer:
@@ -176,8 +188,12 @@ class HybridLayer:
         """The bytes of a record (this rank's part) at a host address, uint8."""
         return torch.frombuffer((ctypes.c_uint8 * self._shared.bytes).from_address(address), dtype=torch.uint8)
 
-    def help(self, request: Request) -> None:
-        """Write the rows of a request of which some records must be read; RecordReadError where one cannot be had."""
+    def help(self, request: Request, mailbox: OpenRequest) -> None:
+        """Write the rows of a request of which some records must be read; RecordReadError where one cannot be had.
+
+        OvertakenError where the mailbox answered it meanwhile.
+        """
+        forget = partial(mailbox.forget, request)
         with self._shared.lock:
             routed = np.unique(request.ids)
             routed = routed[(routed >= 0) & (routed < self.tier.addresses.size)]
@@ -189,7 +205,7 @@ class HybridLayer:
             reads: list[Read] = []
             try:
                 while True:
-                    while missing and (read := self._fetcher.start(missing[0], pinned)):
+                    while missing and (read := self._fetcher.start(missing[0], pinned, forget)):
                         reads.append(read)
                         missing.pop(0)
                     if here.any():
@@ -202,6 +218,7 @@ class HybridLayer:
                         return
                     here[:] = 0
                     wait([read.future for read in reads], return_when=FIRST_COMPLETED)
+                    mailbox.progress()
                     for read in [r for r in reads if r.future.done()]:
                         read.future.result()
                         here[read.expert] = read.address

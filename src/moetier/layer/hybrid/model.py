@@ -20,7 +20,7 @@ from moetier.kernels.gpu.hybrid import ALL_CPU, Costs, HybridPath, LayerTables, 
 from moetier.kernels.protocol import COUNTS
 from moetier.layer.fetch import Fetcher
 from moetier.layer.hybrid.check import check_paths
-from moetier.layer.hybrid.helper import Helper
+from moetier.layer.hybrid.helper import Helper, stuck_ms
 from moetier.layer.hybrid.launch import Launch
 from moetier.layer.hybrid.layer import HybridLayer, Shared
 from moetier.layer.hybrid.rates import DeviceCalls, measure_costs
@@ -109,9 +109,9 @@ class HybridModel:
         self._records = pinned(layers, experts, dtype=torch.int64)
         self.layers: list[HybridLayer] = []
         self._refiller: Refiller | None = None
-        self._mailbox = Mailbox(
-            tiers.kernel, tiers.pool, mail_arrays(self.path.mail), [self._addresses(i) for i in range(layers)]
-        )
+        tables = [self._addresses(i) for i in range(layers)]
+        alone = tiers.reader.alone(stuck_ms(patience_seconds))
+        self._mailbox = Mailbox(tiers.kernel, tiers.pool, mail_arrays(self.path.mail), tables, alone)
         self._helper = Helper(self._mailbox, self.path.mail, self.layers, patience_seconds, on_failure)
         self._closed = False
 
@@ -250,9 +250,9 @@ class HybridModel:
 
     def counts(self) -> dict[str, int]:
         """What the device and the mailbox counted. Waits for the device."""
-        calls, nanoseconds, helps = self._mailbox.counts()
+        calls, nanoseconds, helps, alone = self._mailbox.counts()
         device = dict(zip(COUNTS, map(int, self._counts.sum(0).cpu()), strict=True))
-        return device | {"cpu_calls": calls, "cpu_ns": nanoseconds, "helped": helps}
+        return device | {"cpu_calls": calls, "cpu_ns": nanoseconds, "helped": helps, "alone": alone}
 
     def close(self) -> None:
         """End the threads and release pinned memory; the layers cannot be called any more. Leaves `tiers` open."""

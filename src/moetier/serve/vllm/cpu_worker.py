@@ -8,6 +8,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from moetier.serve.vllm.compat import seeds_rest
 from moetier.serve.vllm.fixed import FixedWeights
+from moetier.serve.vllm.queues import fit_queues
 from moetier.serve.vllm.resting import rest_while_waiting
 from moetier.serve.vllm.steps import StepAware
 
@@ -17,6 +18,7 @@ class MoetierCpuWorker(FixedWeights, StepAware, CPUWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         rest_while_waiting()
+        fit_queues()
         super().__init__(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

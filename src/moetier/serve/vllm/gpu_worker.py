@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.gpu_worker import Worker
 
 from moetier.serve.vllm.fixed import FixedWeights
+from moetier.serve.vllm.queues import fit_queues
 from moetier.serve.vllm.steps import StepAware
 
 
 class MoetierGpuWorker(FixedWeights, StepAware, Worker):
     """See `FixedWeights` and `StepAware`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        fit_queues()
+        super().__init__(*args, **kwargs)

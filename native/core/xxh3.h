@@ -1,0 +1,78 @@
+// XXH3 with 64 bits and no seed, of more than 240 bytes: what a store's checksums are (xxh3_64). After the algorithm's
+// published description; tests hold it to the xxhash package.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace moetier {
+namespace xxh3 {
+
+constexpr std::uint64_t kPrime32[3] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
+constexpr std::uint64_t kPrime64[5] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
+                                       0x27D4EB2F165667C5};
+constexpr std::size_t kStripe = 64, kSecretStep = 8, kShort = 240;
+constexpr std::uint8_t kSecret[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4,
+    0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e,
+    0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43,
+    0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb,
+    0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19,
+    0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7,
+    0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78,
+    0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16,
+    0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f,
+    0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+
+inline std::uint64_t read64(const std::uint8_t *at) {
+  std::uint64_t value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+inline std::uint64_t folded_product(std::uint64_t a, std::uint64_t b) {
+  __extension__ using Wide = unsigned __int128;
+  const Wide product = static_cast<Wide>(a) * b;
+  return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
+}
+
+inline void accumulate(std::uint64_t (&acc)[8], const std::uint8_t *data, const std::uint8_t *secret) {
+  for (std::size_t i = 0; i < 8; ++i) {
+    const std::uint64_t value = read64(data + 8 * i), key = value ^ read64(secret + 8 * i);
+    acc[i ^ 1] += value;
+    acc[i] += (key & 0xFFFFFFFF) * (key >> 32);
+  }
+}
+
+inline void scramble(std::uint64_t (&acc)[8]) {
+  const std::uint8_t *secret = kSecret + sizeof kSecret - kStripe;
+  for (std::size_t i = 0; i < 8; ++i) acc[i] = (acc[i] ^ (acc[i] >> 47) ^ read64(secret + 8 * i)) * kPrime32[0];
+}
+
+// size > 240.
+inline std::uint64_t hash(const std::uint8_t *data, std::size_t size) {
+  constexpr std::size_t stripes = (sizeof kSecret - kStripe) / kSecretStep, block = stripes * kStripe;
+  std::uint64_t acc[8] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
+                          kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
+  const std::size_t blocks = (size - 1) / block;
+  for (std::size_t b = 0; b < blocks; ++b) {
+    for (std::size_t s = 0; s < stripes; ++s)
+      accumulate(acc, data + b * block + s * kStripe, kSecret + s * kSecretStep);
+    scramble(acc);
+  }
+  const std::size_t left = (size - 1 - blocks * block) / kStripe;
+  for (std::size_t s = 0; s < left; ++s)
+    accumulate(acc, data + blocks * block + s * kStripe, kSecret + s * kSecretStep);
+  accumulate(acc, data + size - kStripe, kSecret + sizeof kSecret - kStripe - 7);
+  std::uint64_t result = size * kPrime64[0];
+  for (std::size_t i = 0; i < 4; ++i)
+    result +=
+        folded_product(acc[2 * i] ^ read64(kSecret + 11 + 16 * i), acc[2 * i + 1] ^ read64(kSecret + 19 + 16 * i));
+  result = (result ^ (result >> 37)) * 0x165667919E3779F9;
+  return result ^ (result >> 32);
+}
+
+} // namespace xxh3
+} // namespace moetier
