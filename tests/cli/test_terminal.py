@@ -83,8 +83,10 @@ def test_our_log_records_are_visible_and_those_of_others_as_they_are() -> None:
 
 
 def tensor_name(folder: Path) -> list[str | Path]:
-    (folder / "config.json").write_text('{"model_type": "x", "num_hidden_layers": 1}')
-    write_safetensors(folder / "model.safetensors", {HOSTILE: ("U8", (4,), np.zeros(4, np.uint8))})
+    (folder / "config.json").write_text('{"model_type": "x", "num_hidden_layers": 1, "num_experts": 4}')
+    write_safetensors(
+        folder / "model.safetensors", {f"layers.0.experts.0.{HOSTILE}": ("U8", (4,), np.zeros(4, np.uint8))}
+    )
     return ["store", "build", folder, folder / "s"]
 
 

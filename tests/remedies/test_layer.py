@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -258,35 +257,4 @@ def test_a_cpu_that_does_not_answer(trouble: Trouble, store_path: Path) -> None:
     mail.late = 0  # in time
     Helper.tell_if_late(late)
     assert failed == []
-    trouble.gone()
-
-
-@remedy("kernels/gpu/nvrtc.py", "delete that folder")
-def test_a_kept_kernel_that_is_damaged(trouble: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a driver that loads whole code only, and a compiler that gives it: neither is on a machine without a GPU."""
-    torch = pytest.importorskip("torch", reason="the device path wants torch")
-    from moetier.kernels.gpu import nvrtc
-
-    class Answer(int):
-        name = "CUDA_ERROR_INVALID_IMAGE"
-
-    def load(code: bytes) -> tuple[Answer, bytes]:
-        return Answer(code != b"code"), code
-
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=SimpleNamespace(cuModuleLoadData=load)))
-    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: (b"code", ""))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.device("cpu"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    nvrtc.cached_cubin("one.cu", {}, "sm_90a")
-    folder = nvrtc.cache_folder()
-    for path in folder.iterdir():
-        path.write_bytes(b"cod")
-    with trouble:
-        nvrtc._module.__wrapped__("one.cu", (), "sm_90a", 0)
-    assert f"which is kept in {folder}" in trouble.text
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    assert nvrtc._module.__wrapped__("one.cu", (), "sm_90a", 0) == (b"code", b"code")
     trouble.gone()

@@ -147,15 +147,14 @@ def _irregular(path: Path, name: str) -> StackError:
     return StackError(f"{path}: {name} is no regular file below the top folder; {LOCK_ANOTHER}")
 
 
-def check_name(path: Path, name: str) -> None:
+def check_name(path: Path, name: str, remedy: str = LOCK_ANOTHER) -> None:
     """StackError if a member's name in `path` is no plain path below its root, or lies where git keeps what it runs."""
     parts = PurePosixPath(name).parts
     if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "." in name.split("/"):
-        raise StackError(f"{path}: the path {name!r} leads out of the tree or is odd; do not use this file")
+        raise StackError(f"{path}: the path {name!r} leads out of the tree or is odd; {remedy}")
     if any(_is_git(part) for part in parts):
         raise StackError(
-            f"{path}: the path {name!r} is part of a git repository, whose hooks and settings git would run; "
-            "do not use this file"
+            f"{path}: the path {name!r} is part of a git repository, whose hooks and settings git would run; {remedy}"
         )
 
 

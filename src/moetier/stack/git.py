@@ -69,7 +69,7 @@ def init(folder: Path) -> None:
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files below `folder`; StackError for a path that leads out of it, or to where git keeps what it runs."""
     for path, content in files.items():
-        check_name(folder, path)
+        check_name(folder, path, "do not use these files")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(content)
 

@@ -30,10 +30,6 @@ MEANINGS = {
     "scale": "a second scale of the weight",
     "weight_shape": "the shape of a packed weight",
 }
-REMEDY = {
-    "weight_zero_point": "quantize the model symmetrically, or start from its unquantized weights",
-    "weight_g_idx": "quantize the model without reordering columns, or start from its unquantized weights",
-}
 _NAME = re.compile(r"(?:0|[1-9]\d*)\.(\w+)\.(.+)")
 
 
@@ -52,6 +48,6 @@ def check_companions(source: LayerSource) -> None:
             raise UnsupportedModelError(
                 f"{source.shards.tensors[name]}: expected only {', '.join(source.consumed)} of each of the "
                 f"{source.format} experts, found this: "
-                f"{MEANINGS.get(part, 'what it does to the experts is not known')}; "
-                f"{REMEDY.get(part, 'take a release of the model without it')}"
+                f"{MEANINGS.get(part, 'what it does to the experts is not known')}; take a release of the model "
+                "without it"
             )
