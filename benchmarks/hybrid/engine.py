@@ -2,8 +2,8 @@
 
 Standard input, first line: JSON with "engine" (arguments of vllm.LLM) and "runs", each with "prompts" (lists of token
 ids), "max_tokens", where it is to be repeated "repeat_seconds", and "keep_lock" (see keep_pythons_lock). It says READY
-when the engine has started, and goes on when it gets a second line. The last line of standard output: JSON, per run tokens, logprobs and seconds, and what
-moetier counted.
+when the engine has started, and goes on when it gets a second line. The last line of standard output: JSON, per run
+tokens, logprobs and seconds, and what moetier counted.
 """
 
 from __future__ import annotations

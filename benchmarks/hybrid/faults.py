@@ -3,10 +3,10 @@
     python benchmarks/hybrid/faults.py MODEL [--stop 30]
 
 Wanted: a process that is stopped for less than the device's patience, Python's lock kept by a thread that waits for the
-device, a record that is damaged under load and a disk
-that takes no more writes change no token; one that is stopped for longer, a killed thread and a record that cannot be
-healed end the engine, with a reason where somebody is left to say it, and no token that differs before. Prints a table
-and, where $OUT names a folder, writes faults.json there; exit 1 where a fault ends otherwise.
+device, a record that is damaged under load and a disk that takes no more writes change no token; one that is stopped
+for longer, a killed thread and a record that cannot be healed end the engine, with a reason where somebody is left to
+say it, and no token that differs before. Prints a table and, where $OUT names a folder, writes faults.json there; exit 1
+where a fault ends otherwise.
 """
 
 from __future__ import annotations
@@ -173,13 +173,9 @@ def as_wanted(fault: Fault, row: dict[str, Any], right: list[list[int]]) -> bool
     """Whether the engine ended as it must."""
     if fault.ends:
         return row["code"] != 0 and fault.says in row["reason"]
-    helped_by_nobody = row.get("device_alone", 0) > 0
-    return (
-        row["code"] == 0
-        and row.get("different") == 0
-        and row.get("tokens") == right
-        and helped_by_nobody >= fault.keep_lock
-    )
+    if fault.keep_lock and not row.get("device_alone"):
+        return False  # nothing lacked help, so nothing was shown
+    return row["code"] == 0 and row.get("different") == 0 and row.get("tokens") == right
 
 
 def main() -> int:
