@@ -5,8 +5,8 @@
 Wanted: a process that is stopped for less than the device's patience, Python's lock kept by a thread that waits for the
 device, a record that is damaged under load and a disk that takes no more writes change no token; one that is stopped
 for longer, a killed thread and a record that cannot be healed end the engine, with a reason where somebody is left to
-say it, and no token that differs before. Prints a table and, where $OUT names a folder, writes faults.json there; exit 1
-where a fault ends otherwise.
+say it, and no token that differs before. Prints a table and, where $OUT names a folder, writes faults.json there; exit
+1 where a fault ends otherwise.
 """
 
 from __future__ import annotations
