@@ -1,13 +1,14 @@
 """One vLLM engine in a process of its own, on prompts of token ids; this file is also the program of that process.
 
 Standard input, first line: JSON with "engine" (arguments of vllm.LLM) and "runs", each with "prompts" (lists of token
-ids), "max_tokens", and where it is to be repeated "repeat_seconds". It says READY when the engine has started, and goes
-on when it gets a second line. The last line of standard output: JSON, per run tokens, logprobs and seconds, and what
-moetier counted.
+ids), "max_tokens", where it is to be repeated "repeat_seconds", and "keep_lock" (see keep_pythons_lock). It says READY
+when the engine has started, and goes on when it gets a second line. The last line of standard output: JSON, per run
+tokens, logprobs and seconds, and what moetier counted.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -52,6 +53,8 @@ GRAPHS: dict[str, dict[str, Any]] = {
 READY, RESULT = "ready", "result: "
 REASON = re.compile(r"Traceback|Error\b|ERROR|Fatal|terminate called")
 TIMEOUT = 540
+KEPT_EVERY = 0.5
+"""Seconds between two times that `keep_lock` keeps Python's lock."""
 
 
 class Engine:
@@ -205,6 +208,8 @@ def run(llm: Any, one: Mapping[str, Any]) -> dict[str, Any]:
         temperature=0, max_tokens=one["max_tokens"], ignore_eos=True, logprobs=one.get("logprobs"), detokenize=False
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in one["prompts"]]
+    if one.get("keep_lock"):
+        threading.Thread(target=keep_pythons_lock, daemon=True).start()
     end, times, different, memory = time.monotonic() + one.get("repeat_seconds", 0), [], 0, []
     first: dict[str, Any] | None = None
     while first is None or time.monotonic() < end:
@@ -223,6 +228,15 @@ def run(llm: Any, one: Mapping[str, Any]) -> dict[str, Any]:
         "counts": counts(),
         "acceptance": acceptance(llm),
     }
+
+
+def keep_pythons_lock() -> None:
+    """Wait for the device again and again, with Python's lock: as a call of CUDA does that does not release it."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    library = next(line.split()[-1] for line in maps if "libcudart.so" in line)
+    runtime = ctypes.PyDLL(library)
+    while runtime.cudaDeviceSynchronize() == 0:
+        time.sleep(KEPT_EVERY)
 
 
 def answers(outputs: list[Any]) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def compared(reference: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]
         row[name] = [round(share, 4) for share in one["acceptance"]]
     counts = found["counts"]
     row |= {key: counts.get(key) for key in COUNTED}
-    return row | {key: counts.get(f"device_{key}") for key in ("calls", "pairs_cpu", "streamed", "helped")}
+    return row | {key: counts.get(f"device_{key}") for key in ("calls", "pairs_cpu", "streamed", "helped", "alone")}
 
 
 def main() -> int:

@@ -20,9 +20,13 @@ def seeds_rest(runner: Any) -> Iterator[None]:
 
     vLLM samples for them too, then takes the draw back by the generator's offset, which a CPU's does not have: the
     engine dies ("CPU Generator does not use offset"). Without a generator they are sampled by the common one and
-    nothing has to be taken back: a seeded answer depends on the seed, however the prompt was cut into steps.
+    nothing has to be taken back: a seeded answer depends on the seed, however the prompt was cut into steps. vLLM's
+    second model runner draws by seed and position; it has no generators and no such batch.
     """
-    batch = runner.input_batch
+    batch = getattr(runner, "input_batch", None)
+    if batch is None:
+        yield
+        return
     thrown_away = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
     kept = {row: batch.generators.pop(row) for row in thrown_away.tolist() if row in batch.generators}
     try:
