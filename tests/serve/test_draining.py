@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import resource
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from moetier.serve import drain
 from moetier.serve.drain import FOLDER_VARIABLE, Report
+from moetier.serve.failure import read_ended
 from moetier.serve.vllm.draining import Draining
 
 Message = dict[str, Any]
@@ -148,6 +151,25 @@ def test_the_launcher_waits_for_the_last_request_and_no_longer(layer: Draining, 
         assert not waiting.done()
         client.task.cancel()
         assert await waiting == drain.Drained(cut=0, reported=True)
+
+    run(layer, job)
+
+
+def test_an_engine_that_dies_is_told_before_its_requests_are_over(layer: Draining, tmp_path: Path) -> None:
+    engine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(LIMIT_SECONDS,), name="EngineCore")
+    engine.start()
+
+    async def job() -> None:
+        client = Client(layer, "/v1/silent")
+        await until(lambda: drain.reports(tmp_path) == [Report(os.getpid())] and bool(layer.requests))
+        drain.ask(tmp_path, time.monotonic() + LIMIT_SECONDS)
+        await until(lambda: drain.reports(tmp_path) == [Report(os.getpid(), True, 1, 0)])
+        assert read_ended(tmp_path) == []
+        engine.kill()
+        await asyncio.to_thread(engine.join)
+        client.task.cancel()  # as its client reads vLLM's error
+        await until(lambda: drain.reports(tmp_path) == [Report(os.getpid(), True, 0, 0)])
+        assert read_ended(tmp_path) == [("EngineCore", -signal.SIGKILL)]
 
     run(layer, job)
 

@@ -113,10 +113,10 @@ def run(
             told = stop[0] if stop else None  # what comes while leftovers are ended did not end the server
             cut = _drain(request, process, guard, stop) if ready and told is not None else None
             code = process.poll()
-            crashed = code is not None and _crashed(request, code)
+            crashed = _crashed(request, code or 0)  # by now: what ends after this, ends because it is told to
             if ready and told is not None and code is None:
                 cut, code = _end(process, told + request.drain_seconds, stop, cut)
-                crashed = code != 0
+                crashed = crashed or code != 0
             if left := end_group(process.pid, request.scratch):
                 logger.warning("moetier: killed, but the kernel does not let go of processes %s", left)
     failure = _failure(request)

@@ -52,8 +52,9 @@ class Draining:
         if self.folder is None or scope["type"] not in ("http", "websocket", "lifespan"):
             await self.app(scope, receive, send)
         elif scope["type"] == "lifespan":
-            self._watch = asyncio.create_task(self._watch_for_drain(self.folder))
-            atexit.register(_tell_how_they_ended, multiprocessing.active_children(), self.folder)
+            engines = multiprocessing.active_children()
+            self._watch = asyncio.create_task(self._watch_for_drain(self.folder, engines))
+            atexit.register(_tell_how_they_ended, engines, self.folder)
             await self.app(scope, receive, send)
         elif scope.get("path") not in NOT_REFUSED and drain.deadline(self.folder) is not None:
             await _Request(scope, receive, send).refuse(drain.deadline(self.folder) or 0.0)
@@ -65,11 +66,16 @@ class Draining:
             finally:
                 self.requests.discard(request)
 
-    async def _watch_for_drain(self, folder: Path) -> None:
-        """Announce this process; once a drain is asked for, report it, and cut off what is open at its deadline."""
-        state, said = Report(os.getpid()), None
+    async def _watch_for_drain(self, folder: Path, engines: list[Any]) -> None:
+        """Announce this process; once a drain is asked for, report it, and cut off what is open at its deadline.
+
+        An engine that has ended is told before its requests are reported as ended too: they were not drained.
+        """
+        state, said, dead = Report(os.getpid()), None, 0
         while True:
             until = drain.deadline(folder)
+            if until is not None and dead != (dead := sum(engine.exitcode is not None for engine in engines)):
+                _tell_how_they_ended(engines, folder)
             if until is not None and time.monotonic() >= until:
                 open_requests = [request for request in self.requests if not request.cut.done()]
                 self.cut += len(open_requests)
