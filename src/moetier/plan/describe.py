@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from moetier.doctor.facts import Disk, DiskRate, DramRate, Gpu, GpuRate, Machine, Rates
@@ -77,7 +76,7 @@ def _gpu(what: str) -> tuple[str, int, str]:
         return card.name, card.gib * GIB, card.capability
     if _SIZE.fullmatch(what) is None:
         near = near_names(what)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(c.name for c in CARDS)}"
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(c.name for c in CARDS)}."
         raise SettingsError(
             f"--gpus: {what!r} is neither a size such as 32GB nor a card that we know; {hint} Else give the size of "
             "its memory, such as 1x32GB, and its rate with --gpu-rate"
@@ -126,6 +125,4 @@ def describe(
         ),
     )
     place = Disk(path="described", free_bytes=size(disk_size, "--disk-size")) if disk_size else None
-    if not math.isfinite(host.total_bytes):
-        raise SettingsError(f"--ram {ram!r}: expected a size such as 256GB")
     return Machine(identity="described", cpu=described_cpu(threads), memory=host, gpus=cards, disk=place, rates=rates)

@@ -82,7 +82,10 @@ def hardware_of(machine: Machine, record: RecordLayout | None = None) -> Hardwar
     gpus, rates = machine.gpus, machine.rates or Rates(identity=machine.identity)
     if len({round(gpu.memory_bytes / GIB) for gpu in gpus}) > 1:
         sizes = ", ".join(f"{gpu.memory_bytes / GIB:.0f} GiB" for gpu in gpus)
-        raise SettingsError(f"expected GPUs of one size, found {sizes}; plan for the equal ones with --gpus")
+        raise SettingsError(
+            f"expected GPUs of one size, found {sizes}; hide the others (CUDA_VISIBLE_DEVICES), or plan for the equal "
+            "ones in words (--gpus and --ram)"
+        )
     sheet = sheet_of(gpus[0]) if gpus else None
     dram = _dram_rate(rates, machine)
     cpu_rate, cpu_call = _cpu_rate(rates, dram, record)

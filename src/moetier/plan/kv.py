@@ -47,7 +47,7 @@ def stated(bytes_per_token: float) -> KvLayout:
         formats={"stated": KvFormat(bytes_per_token=bytes_per_token)},
         default="stated",
         heads=1,
-        assumed="size given by --kv-bytes-per-token; taken as whole on each rank and read whole",
+        assumed="its size is the user's word; each rank holds all of it and reads all of it",
     )
 
 

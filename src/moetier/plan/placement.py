@@ -144,7 +144,7 @@ def _check(geometry: Geometry, wanted: Wanted) -> None:
     if wanted.tables not in ("auto", "dram", "disk"):
         raise SettingsError(f"tables {wanted.tables!r}: expected auto, dram or disk")
     if wanted.draft and geometry.drafter is None:
-        raise SettingsError(f"{geometry.name} brings no drafter; leave the draft options out")
+        raise SettingsError(f"{geometry.name} brings no drafter; leave --draft-tokens out")
 
 
 def kv_bytes(geometry: Geometry, kv_format: str, ranks: int, context: int, streams: int) -> int:
