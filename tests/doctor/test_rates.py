@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from moetier.bench import kernel as bench
 from moetier.doctor import cache, judge_rates
 from moetier.doctor.cache import for_disk, load_rates, rates_file, save_rates, with_disks_of
 from moetier.doctor.examine import examine, examine_and_measure
@@ -30,6 +29,7 @@ from moetier.doctor.probe.disk import probe_disk
 from moetier.errors import SettingsError
 from moetier.machine import serving_threads
 from tests.doctor.machines import gpu, machine, write
+from tests.doctor.measuring import little_to_measure
 
 RECORD = 64 << 10
 
@@ -44,16 +44,7 @@ RATES = Rates(identity="abc", dram_read=(DramRate(threads=1, bytes_per_s=1e10),)
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Little to measure, and a cache of our own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(judge_rates, "MOST_OTHERS", 1e9)  # tests run on busy machines
-    monkeypatch.setattr(bench, "SECONDS_PER_ROW", 0.0)
-    monkeypatch.setattr(cpu_measure, "READ_BYTES", 64 << 20)
-    monkeypatch.setattr(cpu_measure, "TOKENS", (1, 3))
-    monkeypatch.setattr(cpu_measure, "EXPERTS", 8)
-    monkeypatch.setattr(disk_measure, "SECONDS", 0.02)
-    monkeypatch.setattr(disk_measure, "SPAN", 4 << 20)
-    monkeypatch.setattr(disk_measure, "PIECE", 1 << 20)
-    monkeypatch.setattr(disk_measure, "DEPTHS", (1, 4))
+    little_to_measure(monkeypatch, tmp_path / "cache")
 
 
 # -- kept -----------------------------------------------------------------------------------------------------------

@@ -120,8 +120,9 @@ def _memory(memory: Memory) -> Iterator[Finding]:
     else:
         yield Finding(about="memory", verdict=FINE, text=sizes)
     yield _huge_pages(memory)
-    limit = "no limit" if memory.memlock_bytes is None else f"up to {memory.memlock_bytes / 2**20:.0f} MiB"
-    yield Finding(about="memlock", verdict=FINE, text=f"{limit}; {LOCKED}")
+    bytes_ = memory.memlock_bytes
+    text = "no limit" if bytes_ is None else f"up to {bytes_ / 2**20:.0f} MiB; {LOCKED}"
+    yield Finding(about="memlock", verdict=FINE, text=text)
 
 
 def _huge_pages(memory: Memory) -> Finding:
