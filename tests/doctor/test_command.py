@@ -86,7 +86,7 @@ def test_a_broken_thing_is_exit_code_1(tmp_path: Path) -> None:
         (("--disk", "/no/such/folder"), "expected a folder, found none"),
         (("--rates", "/no/such/file"), "/no/such/file"),
         (("--rates", "/dev/zero"), "regular file"),
-        (("--measure", "--rates", "x"), "not both"),
+        (("--measure", "--rates", "x"), "leave one out"),
         (("--measure", "--shape", "v5"), "v4-flash"),
     ],
 )

@@ -39,7 +39,7 @@ REPORT = re.compile(r"(?:please |[;,.] )*\b[Rr]eport (?:this|it)\b(?! with)")
 """Asks for a report and mends nothing."""
 HELP = ("help", "description", "epilog", "short_help")
 """Keyword arguments that carry the command line's help and the schema's."""
-NAMES = re.compile(r"^-[-\w=./{}]*$|^--[\w-]+=|^[\w.{}/-]*$|^moetier \w+$|^<|^\s")
+NAMES = re.compile(r"^-[-\w=./{}]*$|^--[\w-]+=|^[\w.{}/-]*$|^moetier \w+(?: --\w+)*$|^<|^\s")
 """Bare options, arguments of other programs, names, a command alone, and pieces of markup: no sentence."""
 
 

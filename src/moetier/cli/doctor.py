@@ -14,6 +14,7 @@ from moetier.cli.deciding import REFUSED, decided_here
 from moetier.decision.decide import Decision
 from moetier.doctor.examine import examine, examine_and_measure
 from moetier.doctor.facts import CPU, Answer, Machine, Verdict
+from moetier.errors import SettingsError
 from moetier.plan import catalog
 
 COLOURS = {Verdict.FINE: "green", Verdict.SLOW: "yellow", Verdict.BROKEN: "red"}
@@ -49,7 +50,7 @@ def doctor(
     console = Console(stderr=True)
     unsaved = None
     if measure and rates is not None:
-        raise typer.BadParameter("measure, or take rates from a file: not both", param_hint="--rates")
+        raise SettingsError("--measure or --rates: either measures, or takes rates from a file; leave one out")
     decision = decided_here(catalog.look(model).facts) if model is not None else None
     if measure:
         found, unsaved = examine_and_measure(
@@ -97,7 +98,7 @@ def _show(found: Machine, console: Console) -> None:
         if finding.remedy:
             console.print(f"    remedy: {escape(finding.remedy)}", highlight=False, soft_wrap=True)
     if found.support:
-        console.print("[bold]support[/] (--json has the sources)", highlight=False)
+        console.print("[bold]support[/]", "(--json has the sources)", highlight=False)
     for support in found.support:
         on = "" if support.device == CPU else f" on compute capability {support.device or '?'}"
         colour = ANSWERS[support.answer]
