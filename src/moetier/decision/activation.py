@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from moetier.decision.row import AS_IT_IS
 from moetier.errors import CheckpointError, UnsupportedModelError
 from moetier.formats import Family
 from moetier.store import config as keys
@@ -24,7 +25,6 @@ ZERO_IS_NONE = ("hy_v4", "exaone_moe")
 """Of the model types that clamp, those for which 0 is no clamp; the others would clamp to 0."""
 STEP = ("step3p5", "step3p7", "bailing_moe_v3")
 """Model types, by prefix, that clamp after SiLU and not before it."""
-INSTEAD = "serve it with vLLM as it is if it fits"
 
 
 def activation_of(text: Mapping[str, Any]) -> str | None:
@@ -51,7 +51,7 @@ def limit_of(config: dict[str, Any], layers: Iterable[int] = ()) -> float | None
     for key, value in _said(text):
         if key not in LIMITS and _says_something(value):
             raise UnsupportedModelError(
-                f"config.json has {key} {value!r:.80}: a clamp whose meaning moetier does not know; {INSTEAD}"
+                f"config.json has {key} {value!r:.80}: a clamp whose meaning moetier does not know; {AS_IT_IS}"
             )
         found[key] = _values(key, value, numbers) if key in LIMITS else {None}
     outside = {key: value for key, value in _said(config) if text is not config and _says_something(value)}
@@ -67,12 +67,12 @@ def limit_of(config: dict[str, Any], layers: Iterable[int] = ()) -> float | None
     key, values = next(iter(clamps.items()))
     if model_type.startswith(STEP):
         raise UnsupportedModelError(
-            f"its experts are clamped after SiLU ({key}), which the contract does not define; {INSTEAD}"
+            f"its experts are clamped after SiLU ({key}), which the contract does not define; {AS_IT_IS}"
         )
     if len(values) > 1 or any(other != values for other in clamps.values()):
         listed = ", ".join("none" if one is None else f"{one:g}" for one in sorted(values, key=lambda v: v or 0.0))
         raise UnsupportedModelError(
-            f"its SwiGLU's clamp differs by layer ({key}: {listed}), and a store has one for all layers; {INSTEAD}"
+            f"its SwiGLU's clamp differs by layer ({key}: {listed}), and a store has one for all layers; {AS_IT_IS}"
         )
     return next(iter(values))
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from moetier.decision import activation
 from moetier.decision.facts import Facts
 from moetier.decision.kinds import INSTEAD, kind_of, sample
-from moetier.decision.row import Found, Here
+from moetier.decision.row import AS_IT_IS, Found, Here
 from moetier.errors import MoetierError, UnsupportedModelError
 from moetier.formats import LayerGeometry
 from moetier.store import config as keys
 
-AS_IT_IS = "serve it with vLLM as it is if it fits"
 ON_INPUT = ("apply_router_weight_on_input", "moe_apply_router_weight_on_input")
 LATENT = ("moe_latent_size", "routed_expert_hidden_size", "moe_latent_dim")
 ZERO = re.compile(r"zero.*expert|expert.*zero|copy_expert")
@@ -26,7 +25,7 @@ def dense_row(f: Facts, here: Here) -> Iterator[Found]:
         yield Found(
             f"is a dense model (model type {f.model_type}): it has no routed experts, in config.json or among its "
             "tensors, and moetier serves Mixture-of-Experts models",
-            "use vLLM as it is for this one",
+            AS_IT_IS,
         )
 
 

@@ -9,6 +9,9 @@ from enum import StrEnum
 from moetier.decision.facts import Facts
 from moetier.decision.installed import Installed
 
+AS_IT_IS = "serve it with vLLM as it is if it fits"
+"""What to do with a model that only moetier does not serve."""
+
 
 class Level(StrEnum):
     """What a finding means."""
