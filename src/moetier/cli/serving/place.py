@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ console = Console(stderr=True)
 def open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
     if not path.exists():
         if not build:
+            paths = shlex.join((str(checkpoint.path), str(path)))
             raise StoreError(
-                f"there is no store at {path}; build it with `moetier store build {checkpoint.path} {path}` "
-                "or add --build-store"
+                f"there is no store at {path}; build it with `moetier store build {paths}` or add --build-store"
             )
         with progress_bar() as step:
             built = build_store(checkpoint.path, path, check=2, progress=step)
