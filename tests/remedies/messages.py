@@ -84,7 +84,7 @@ def _in_file(path: Path) -> Iterator[Message]:
     for node in ast.walk(tree):
         if id(node) in skipped or not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
             continue
-        skipped |= {id(part) for part in ast.walk(node)}
+        skipped |= set(map(id, _said(node)))
         text = _template(node)
         if text is not None and _tells_what_to_do(text):
             yield Message(str(path.relative_to(SOURCE)), node.lineno, text)
@@ -101,6 +101,16 @@ def _skipped(tree: ast.Module) -> Iterator[ast.AST]:
             yield node.value
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("Option", "Argument", "compile"):
             yield node
+
+
+def _said(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that are in a text's template: not those of what is put in, which may be texts of their own."""
+    yield node
+    if isinstance(node, ast.JoinedStr):
+        for part in node.values:
+            yield from _said(part)
+    elif isinstance(node, ast.BinOp):
+        yield from (*_said(node.left), *_said(node.right))
 
 
 def _template(node: ast.AST) -> str | None:

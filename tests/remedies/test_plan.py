@@ -136,13 +136,16 @@ def test_a_kv_cache_of_unknown_size(trouble: Trouble, tmp_path: Path) -> None:
 
 
 @remedy("plan/report.py", "--dram-records {} --context {}")
+@remedy("plan/placement.py", "what fits is --dram-records")
 def test_the_nearest_settings_that_fit(trouble: Trouble) -> None:
     words = ("glm-4.5-air", "--gpus", "1x32GB", "--ram", "32GB", "--skip-support-check")
     with pytest.raises(SystemExit, match="exit code 1") as error:
         moetier("plan", *words, "--dram-records", "128")
     trouble.said(str(error.value))
     nearest = trouble.text.partition("the nearest settings that fit: ")[2].partition("\n")[0]
-    assert "does not fit" not in moetier("plan", *words, *nearest.split())
+    fits = trouble.text.partition("what fits is ")[2].partition("\n")[0]
+    for options in (nearest, fits):
+        assert "does not fit" not in moetier("plan", *words, *options.split())
     trouble.gone()
 
 
