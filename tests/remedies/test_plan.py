@@ -135,7 +135,6 @@ def test_a_kv_cache_of_unknown_size(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("plan/report.py", "--dram-records {} --context {}")
 @remedy("plan/placement.py", "what fits is --dram-records")
 def test_the_nearest_settings_that_fit(trouble: Trouble) -> None:
     words = ("glm-4.5-air", "--gpus", "1x32GB", "--ram", "32GB", "--skip-support-check")

@@ -80,7 +80,7 @@ def _dram(rates: Rates, threads: int) -> Iterator[Finding]:
             verdict=Verdict.SLOW,
             text=f"{threads} threads read {ours[0] / 1e9:.1f} GB/s, "
             f"{fewest.threads} would read {fewest.bytes_per_s / 1e9:.1f}",
-            remedy=f"--set threads={fewest.threads}",
+            remedy=f"serve with --set threads={fewest.threads}",
         )
     yield Finding(about="dram", verdict=Verdict.FINE, text=f"GB/s read by threads: {text}")
 
