@@ -16,7 +16,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "moetier"
 HOLE = "{}"
-"""Stands in a template for whatever is put in at run time."""
+"""Stands in a template for whatever is put in at run time..."""
+PUT_IN = re.compile(r"\{\}|%[sdr]|%\.\d+f")
+"""...as do the places of a logged one."""
 
 VERBS = (
     "accept add allow ask begin build call change check choose close commit copy correct create delete "
@@ -33,13 +35,14 @@ EITHER = "|".join([*VERBS.split(), *VERBS.title().split()])
 IMPERATIVE = re.compile(rf"{BEFORE}(?:{EITHER})\b(?!:)")
 COMMAND = re.compile(
     r"\bmoetier (?:bench|calibrate|doctor|eval|identity|plan|prove|serve|stack|store|trace)\b"
-    r"|\bpip install|(?<![\w-])--[a-z][a-z-]+|\bapt-get\b|\bmake [a-z]+|\bulimit\b"
+    r"|\bpip install|(?<![\w(-])--[a-z][a-z-]+|\(--[a-z][a-z-]+ |\bapt-get\b|\bmake [a-z]+|\bulimit\b"
 )
+"""An option that stands alone in brackets says where a value came from."""
 REPORT = re.compile(r"(?:please |[;,.] )*\b[Rr]eport (?:this|it)\b(?! with)")
 """Asks for a report and mends nothing."""
 HELP = ("help", "description", "epilog", "short_help")
 """Keyword arguments that carry the command line's help and the schema's."""
-NAMES = re.compile(r"^-[-\w=./{}]*$|^--[\w-]+=|^[\w.{}/-]*$|^moetier \w+$|^<|^\s")
+NAMES = re.compile(r"^(?:(?:-[-\w=./{}]*|\{\}) ?)+$|^--[\w-]+=|^[\w.{}/-]*$|^moetier \w+$|^<|^\s")
 """Bare options, arguments of other programs, names, a command alone, and pieces of markup: no sentence."""
 
 
@@ -55,7 +58,7 @@ class Message:
     @property
     def pattern(self) -> re.Pattern[str]:
         """Match a text that was made from the template, wherever it stands in what was printed."""
-        parts = [r"\s+".join(map(re.escape, part.split(" "))) for part in self.template.split(HOLE)]
+        parts = [r"\s+".join(map(re.escape, part.split(" "))) for part in re.split(PUT_IN, self.template)]
         return re.compile(".*?".join(parts), re.DOTALL)
 
 
