@@ -22,6 +22,10 @@ class CheckpointError(MoetierError):
     """A checkpoint cannot be read, or is not one that we can build a store from."""
 
 
+class DamagedWeightsError(CheckpointError):
+    """Values of a checkpoint cannot be right: what was built from it before is of no use either."""
+
+
 class StoreError(MoetierError):
     """A store cannot be opened, does not fit its checkpoint, or holds bad bytes."""
 

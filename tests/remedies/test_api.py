@@ -202,6 +202,12 @@ def tls(tmp_path: Path) -> tuple[str, str]:
         pytest.param(
             (0, 1), ("--ssl-ca-certs=/dev/null",), marks=remedy("serve/tls.py", "expected a file"), id="no-authorities"
         ),
+        pytest.param(
+            (0, 1),
+            (f"--ssl-ca-certs={__file__}",),
+            marks=remedy("serve/tls.py", "expected certificates in PEM, found none"),
+            id="authorities",
+        ),
     ],
 )
 def test_a_certificate_and_its_key(

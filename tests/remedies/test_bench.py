@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import moetier
+from moetier.bench import kernel
 from moetier.bench.documents import Library, Suite
 from moetier.bench.probes import Coding
 from moetier.bench.recipes import run_recipe
@@ -269,4 +270,17 @@ def test_a_document_that_cannot_be_read(trouble: Trouble, library: Library) -> N
         command("bench", "lint", "--root", library.root)
     path.rmdir()
     command("bench", "lint", "--root", library.root)
+    trouble.gone()
+
+
+@remedy("bench/kernel.py", "whose records are larger than the caches")
+def test_a_kernel_faster_than_its_memory(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another program slows the readings of the memory."""
+    read = kernel.read_bandwidth
+    monkeypatch.setattr(kernel, "read_bandwidth", lambda *given: read(*given) / 1000)
+    shape = ("bench", "kernel", "--shape", "512,512,8,2", "--threads", "1", "--tokens", "1")
+    with trouble:
+        command(*shape)
+    monkeypatch.undo()
+    command(*shape, "--experts", "64")
     trouble.gone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from moetier import machine
 from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import ISA_VARIABLE, CpuExperts, ThreadPool, available_isas
+from moetier.kernels.gpu import kept
 from moetier.layer import TieredModel
 from moetier.layer.fit import records_that_fit
 from moetier.layer.identity import Paths, random_calls
@@ -257,4 +259,35 @@ def test_a_cpu_that_does_not_answer(trouble: Trouble, store_path: Path) -> None:
     mail.late = 0  # in time
     Helper.tell_if_late(late)
     assert failed == []
+    trouble.gone()
+
+
+@remedy("kernels/gpu/kept.py", "set XDG_CACHE_HOME to a folder of your own")
+def test_compiled_kernels_in_a_folder_of_your_own(
+    trouble: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another user than the folder's, into which everybody can write."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept.folder().mkdir(parents=True)
+    kept.folder().chmod(0o777)
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: kept.folder().stat().st_uid + 1)
+        assert kept.kept("one", "key", lambda: b"code") == b"code"
+    trouble.said(caplog.text)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    kept.kept("one", "key", lambda: b"code")
+    assert kept.kept("one", "key", lambda: b"compiled again") == b"code"
+    trouble.gone()
+
+
+@remedy("layer/model.py", "start without --speculative-config")
+def test_a_drafter_whose_modules_count_from_zero(trouble: Trouble, store_path: Path) -> None:
+    settings = Settings(store=store_path, threads=1)
+    with Store.open(store_path) as store, TieredModel(settings, store, records=2, max_tokens=16) as model:
+        model.claim(1, "model.layers.1.mlp.experts")
+        with trouble:
+            model.claim(1, "draft.layers.1.mlp.experts")
+    with Store.open(store_path) as store, TieredModel(settings, store, records=2, max_tokens=16) as model:
+        for number in (1, 2):
+            model.claim(number, f"model.layers.{number}.mlp.experts")
     trouble.gone()

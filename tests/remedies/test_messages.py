@@ -1,8 +1,29 @@
-"""The walk finds the messages that tell their reader what to do."""
+"""Every message that tells its reader what to do is tried by a scenario of this folder."""
 
 from __future__ import annotations
 
-from tests.remedies.messages import find, messages
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.remedies.messages import Message, find, messages
+
+
+def tried() -> Iterator[Message]:
+    """Yield the message of every mark `remedy(path, part)` of this folder's tests and of their rows."""
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        for name, test in vars(import_module(f"tests.remedies.{path.stem}")).items():
+            if name.startswith("test_"):
+                yield from (find(*mark.args) for mark in _marks(test) if mark.name == "remedy")
+
+
+def _marks(test: Any) -> Iterator[Any]:
+    for mark in getattr(test, "pytestmark", ()):
+        yield mark
+        if mark.name == "parametrize":
+            for row in mark.args[1]:
+                yield from getattr(row, "marks", ())
 
 
 def test_the_walk_finds_messages() -> None:
@@ -11,3 +32,7 @@ def test_the_walk_finds_messages() -> None:
         "/tmp/x is no store: expected store.json in it, found none; make it with `moetier store build CHECKPOINT OUT` "
         "(one that was interrupted resumes)"
     )
+
+
+def test_every_scenario_names_a_message() -> None:
+    assert len(set(tried())) > 200

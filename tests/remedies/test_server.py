@@ -76,6 +76,7 @@ def test_pinning(trouble: Trouble, tmp_path: Path) -> None:
 
 
 @remedy("serve/surroundings.py", "MiB free at least")
+@remedy("serve/surroundings.py", "`docker run --shm-size=1g`, or as root")
 def test_shared_memory(trouble: Trouble) -> None:
     """In a mount namespace of its own: too small, then mounted as the message says."""
     mount = "mount -t tmpfs -o size={},mode=1777 tmpfs /dev/shm"

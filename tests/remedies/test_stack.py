@@ -19,6 +19,7 @@ from tests.remedies.commands import moetier
 from tests.remedies.stacks import carry_path, lock_and_verify, stack
 from tests.remedies.trouble import Trouble
 from tests.stack.project import FILES, Demo, replacing, wheel_bytes
+from tests.stack.test_unpacking import member, sdist
 
 remedy = pytest.mark.remedy
 Step = Callable[[Demo], object]
@@ -264,6 +265,22 @@ def test_a_tree_is_written_to_a_new_folder(trouble: Trouble, locked: Demo) -> No
     with trouble:
         stack(locked, "apply", "-p", "patched", locked.folder / "mine")
     stack(locked, "apply", "-p", "patched", locked.folder / "new")
+    trouble.gone()
+
+
+@pytest.mark.parametrize("way", ["twice", "cut"])
+@remedy("stack/archive.py", "the index offers it so; choose another version")
+def test_a_release_that_cannot_be_unpacked(trouble: Trouble, locked: Demo, way: str) -> None:
+    """As its project published it: the index names these very bytes."""
+    for version in ("1.1", "1.2"):
+        locked.release.add(version, FILES)
+    name = "demo-1.1.tar.gz"
+    twice = sdist(locked.folder / name, (member("demo-1.0/demo/__init__.py"), b"other")).read_bytes()
+    locked.release.files[name] = twice if way == "twice" else twice[: len(twice) // 2]
+    work = locked.folder / "work"
+    with trouble:
+        stack(locked, "rebase", "polite", "--onto", "1.1", "--dest", work)
+    stack(locked, "rebase", "polite", "--onto", "1.2", "--dest", work)
     trouble.gone()
 
 

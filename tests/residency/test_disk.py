@@ -106,7 +106,7 @@ def test_a_disk_that_gives_nothing_is_not_written_to(
     reader.close()
     assert store.record_file(1).stat().st_mtime_ns == before
     assert heals.healed == 3
-    assert caplog.text.count("read from the checkpoint instead, and the store is left as it is") == 1, "said once"
+    assert caplog.text.count("its bytes come from the checkpoint, and the store stays as it is") == 1, "said once"
 
 
 def test_without_a_checkpoint_it_is_an_error_whose_remedy_works(store: Store, right: np.ndarray) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.shards import Shards
@@ -14,6 +16,13 @@ def _rewrite(path: Path, body: dict[str, object]) -> None:
     body.pop("seal")
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps({**body, "seal": hashlib.sha256(text.encode()).hexdigest()}, indent=1) + "\n")
+
+
+def changed(store: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change store.json, and seal it again."""
+    body = json.loads((store / "store.json").read_text())
+    change(body)
+    _rewrite(store / "store.json", body)
 
 
 def older_store(store: Path) -> None:

@@ -158,7 +158,7 @@ class DiskReader:
         """Fill `out` from the checkpoint. Only a record that was read and is wrong is written anew."""
         if not readable:
             healer.rebuild(layer, expert, problem, out)
-            self._say(layer, expert, f"{problem}; read from the checkpoint instead, and the store is left as it is")
+            self._say(layer, expert, f"{problem}; its bytes come from the checkpoint, and the store stays as it is")
         elif healer.heal(layer, expert, problem, out, self._files[layer]):
             with self._lock:
                 self._said.discard((layer, expert))

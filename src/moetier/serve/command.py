@@ -164,7 +164,7 @@ def tensor_parallel_size(extra: Sequence[str]) -> int:
         return 1
     ranks = number_of(extra, *RANKS)
     if ranks is None:
-        raise SettingsError(f"--tensor-parallel-size: expected a number of ranks, found {found[:60]!r}")
+        raise SettingsError(f"--tensor-parallel-size: expected a number of ranks, found {found[:60]!r}; give one")
     return ranks
 
 

@@ -83,7 +83,7 @@ def _gap(chunk: Chunk) -> Iterator[str]:
         return
     yield (
         f"{step}, more than the {1e3 * chunk.gap:,.0f} ms that running streams shall wait for a token (--longest-gap): "
-        f"the shortest takes {1e3 * chunk.shortest:,.0f} ms, as experts are streamed or read for any number of tokens"
+        f"the shortest takes {1e3 * chunk.shortest:,.0f} ms, as experts are read or streamed for any number of tokens"
     )
 
 

@@ -248,7 +248,7 @@ def _end(
         time.sleep(POLL_SECONDS)
     code = process.poll()
     if code is None and len(stop) == signals:
-        logger.warning("moetier: vLLM's own end takes longer than --drain-seconds left: killed in %d s", END_SECONDS)
+        logger.warning("moetier: vLLM's own end takes longer than the time to drain: killed in %d s", END_SECONDS)
     if code is not None and cut is UNKNOWN_CUT:
         cut = None
     return cut, 0 if code is None or code >= 0 or code == -signal.SIGTERM else code

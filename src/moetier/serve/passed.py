@@ -19,6 +19,7 @@ from moetier.vllm_arguments import UNDERSTOOD, plain, value_of
 
 CONFIG = "--config"
 HOST, PORT, KEY, NAME, DRAIN = "--host", "--port", "--api-key", "--served-model-name", "--shutdown-timeout"
+DRAIN_HERE = "--drain-seconds"
 SEVERAL = (KEY, NAME)
 """Options with one value or more."""
 FLAGS = (
@@ -49,10 +50,10 @@ class Passed:
 
 
 TABLE = (
-    Passed((HOST,), "as `--host`: beyond loopback a key is required"),
-    Passed((PORT,), "as `--port`"),
-    Passed((KEY,), "as `--api-key`, several keys too"),
-    Passed((DRAIN,), "as `--drain-seconds`"),
+    Passed((HOST,), f"as `{HOST}`: beyond loopback a key is required"),
+    Passed((PORT,), f"as `{PORT}`"),
+    Passed((KEY,), f"as `{KEY}`, several keys too"),
+    Passed((DRAIN,), f"as `{DRAIN_HERE}`"),
     Passed((NAME,), "the model's name in the API and in the printed line"),
     Passed((*TLS, "--ssl-cert-reqs"), "the server speaks https; so do its health check and the printed line"),
     Passed((CONFIG,), "its options are read as if they stood first on the line"),

@@ -48,8 +48,8 @@ SIGNALS = {
     signal.SIGSEGV: "by a fault of native code: report it with the log",
     signal.SIGABRT: "by itself: its last words are in the log",
     signal.SIGILL: "for an instruction that this CPU lacks: set MOETIER_ISA lower (`moetier version` lists all)",
-    signal.SIGXFSZ: "for a file grew beyond the limit: `ulimit -f`",
-    signal.SIGXCPU: "at the limit on CPU time: `ulimit -t`",
+    signal.SIGXFSZ: "for a file grew beyond the limit: raise it (`ulimit -f unlimited`)",
+    signal.SIGXCPU: "at the limit on CPU time: raise it (`ulimit -t unlimited`)",
 }
 
 

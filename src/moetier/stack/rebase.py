@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from moetier.stack.archive import sdist_members
+from moetier.stack.archive import LOCK_ANOTHER, sdist_members
 from moetier.stack.errors import StackError
 from moetier.stack.git import git, init, write_files
 from moetier.stack.index import fetch
@@ -72,9 +72,9 @@ def unpack_sdist(path: Path, folder: Path) -> None:
                 shutil.copyfileobj(file, out)
             target.chmod(0o755 if executable else 0o644)
     except FileExistsError as error:
-        raise StackError(f"{path}: {error.filename} is in it twice, or was there; take another file") from None
+        raise StackError(f"{path}: {Path(error.filename).relative_to(folder)} is in it twice; {LOCK_ANOTHER}") from None
     except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
-        raise StackError(f"{path}: damaged or cut short ({error}); delete it, it is fetched again") from None
+        raise StackError(f"{path}: damaged or cut short ({error}); {LOCK_ANOTHER}") from None
 
 
 def _commit(folder: Path, subject: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.decision.decide import decide
-from moetier.errors import CheckpointError, StoreError
+from moetier.errors import CheckpointError, DamagedWeightsError, StoreError
 from moetier.formats.requantize import Loss
 from moetier.store import manifest as fmt
 from moetier.store.check import Checker
@@ -148,7 +148,11 @@ class _Build:
             checker = Checker(self.checkpoint, self.layout, check, pool, progress)
             for layer in layers:
                 if layer in missing:
-                    self._build_layer(layer, pool, meter)
+                    try:
+                        self._build_layer(layer, pool, meter)
+                    except DamagedWeightsError as error:
+                        also = f"{error}; then remove {self.partial}, which was begun from them"
+                        raise DamagedWeightsError(also) from error
                 if layer in missing or not self.checkpoint.shards.remote:
                     checker.check(layer, self._files(layer))
         manifest = describe(self.checkpoint, self.geometry, self.partial, self._deep, self._before)

@@ -191,15 +191,18 @@ class Store:
             )
         return np.frombuffer(raw, "<u8").astype(np.uint64, copy=False).reshape(shape)
 
+    def _not_ours(self, found: str) -> StoreError:
+        """The error for a store.json that no build of this version writes, and none may replace."""
+        return StoreError(f"{self.path}: {found}; build the store again with this version, into another folder")
+
     def _check_sizes(self) -> None:
         manifest, layout = self.manifest, self.layout
         if manifest.record_stride != layout.stride:
-            raise StoreError(
-                f"{self.path}: expected records of {layout.stride} bytes for its geometry, found "
-                f"{manifest.record_stride}; build the store again with this version"
+            raise self._not_ours(
+                f"expected records of {layout.stride} bytes for its geometry, found {manifest.record_stride}"
             )
         if len(self._index) != len(manifest.layers):
-            raise StoreError(f"{self.path}: store.json has a layer number twice; build the store again")
+            raise self._not_ours("store.json has a layer number twice")
         expected = manifest.geometry.experts * layout.stride
         for index in range(len(manifest.layers)):
             path = self.record_file(index)

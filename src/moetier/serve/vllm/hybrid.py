@@ -54,22 +54,22 @@ def _slots(tiers: TieredModel, layers: int, vllm_config: Any, max_tokens: int) -
     cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
     room = free - HEADROOM - rows - cache - settings.staging_slots * stride
     fit = max(min(room // (layers * stride), g.experts), 0)
-    if settings.slots == "auto":
-        if not cache:
-            raise SettingsError(
-                "slots auto: the KV cache's size is not known yet; give it with --kv-cache-gib (or vLLM's "
-                "--kv-cache-memory-bytes), or give slots as a number"
-            )
-        if fit < 1:
-            raise SettingsError(
-                f"slots auto: no slot fits: {free / GIB:.2f} GiB are free on the device, {(free - room) / GIB:.2f} GiB "
-                "of them go to the KV cache, activations and staging; lower --kv-cache-gib or --max-num-batched-tokens"
-            )
-        return int(fit)
-    asked = min(int(settings.slots), g.experts)
-    if asked > fit + HEADROOM // (layers * stride):
+    auto = settings.slots == "auto"
+    if auto and not cache:
         raise SettingsError(
-            f"slots {asked}: they take {asked * layers * stride / GIB:.2f} GiB for {layers} layers, "
-            f"{max(room, 0) / GIB:.2f} GiB are left on the device; what fits is --slots {fit} (or auto)"
+            "slots auto: the KV cache's size is not known yet; give it with --kv-cache-gib (or vLLM's "
+            "--kv-cache-memory-bytes), or give slots as a number"
         )
-    return asked
+    asked = fit if auto else min(int(settings.slots), g.experts)
+    if 1 <= asked <= fit + HEADROOM // (layers * stride):
+        return int(asked)
+    if fit < 1:
+        raise SettingsError(
+            f"slots {settings.slots}: no slot fits: {free / GIB:.2f} GiB are free on the device, "
+            f"{(free - room) / GIB:.2f} GiB of them go to the KV cache, activations and staging; lower --kv-cache-gib "
+            "or --max-num-batched-tokens"
+        )
+    raise SettingsError(
+        f"slots {asked}: they take {asked * layers * stride / GIB:.2f} GiB for {layers} layers, "
+        f"{room / GIB:.2f} GiB are left on the device; what fits is --slots {fit} (or auto)"
+    )

@@ -95,7 +95,7 @@ class MoetierLoader(DefaultModelLoader):
                     self.report.bytes += tensor.nbytes
                     yield source.prefix + name, tensor
         logger.info(
-            "moetier: read %d tensors, %.1f MiB; left %d expert tensors to the store",
+            "moetier: %d tensors were read, %.1f MiB; %d of experts are the store's",
             self.report.tensors,
             self.report.bytes / 2**20,
             self.report.expert_tensors_skipped,

@@ -158,9 +158,10 @@ def _small_files(repository: Repository, fetcher: Fetcher, download: Path) -> Pa
             "choose another OUT, or remove that folder yourself"
         )
     if stamp.exists() and stamp.read_text() != repository.commit:
+        begun = download.with_name(download.name.removesuffix(DOWNLOAD) + PARTIAL)
         raise CheckpointError(
             f"{download} is the rest of a download of commit {stamp.read_text()}, expected {repository.commit}: give "
-            f"the first as hf://{repository.name}@COMMIT, or remove the folder"
+            f"the first as hf://{repository.name}@COMMIT, or remove {download} and {begun} and run the command again"
         )
     with store_errors(f"{download} cannot be written"):
         write_durably(stamp, repository.commit.encode())

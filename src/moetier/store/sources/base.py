@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.errors import CheckpointError
+from moetier.errors import CheckpointError, DamagedWeightsError
 from moetier.formats import E8M0_NAN, ExpertMatrices
 from moetier.formats.requantize import Loss, NotFiniteError, Rows, requantize
 from moetier.store.names import MATRICES, MoeLayer
@@ -144,7 +144,7 @@ class Requantizing(LayerSource):
             try:
                 result, part = requantize(self.rows(expert, matrix), n, k)
             except NotFiniteError as error:
-                raise CheckpointError(
+                raise DamagedWeightsError(
                     f"layer {self.layer.number} ({self.layer.name}) of {self.shards.folder}, expert {expert}, "
                     f"{('gate', 'up', 'down')[matrix]}: expected finite weights, found a NaN or infinity in {error}; "
                     "the weights are damaged: download them again"
@@ -172,7 +172,7 @@ def refuse_nan_scales(tensor: Tensor, scales: NDArray[np.uint8]) -> None:
     """E8M0 byte 255 is no number; scales may be any part of the tensor."""
     bad = np.argwhere(scales == E8M0_NAN)
     if bad.size:
-        raise CheckpointError(
+        raise DamagedWeightsError(
             f"{tensor}: expected scales that are numbers, found E8M0 byte 255 (NaN) at {bad[0].tolist()} and "
             f"{len(bad)} of them in all; the weights are damaged: download the file again"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.errors import CheckpointError
+from moetier.errors import CheckpointError, DamagedWeightsError
 from moetier.formats import unpack_codes
 from moetier.formats.requantize import Rows
 from moetier.store.names import MoeLayer
@@ -62,7 +62,7 @@ class Int4Source(PerExpertSource, Requantizing):
             return
         found = self.shards.read(shape).view("<i8" if shape.dtype == "I64" else "<i4").tolist()
         if found != [rows, k]:
-            raise CheckpointError(
+            raise DamagedWeightsError(
                 f"{shape}: expected [{rows}, {k}], the shape of what is packed, found {found}; the weights are "
                 "damaged: download them again"
             )
