@@ -90,14 +90,14 @@ class Installed:
         assert done.returncode == 0, done.stderr[-3000:]
 
     def __call__(self, *arguments: str | Path, code: int | None = 0) -> str:
-        """What a verb writes."""
+        """What a verb writes: with --json, on standard output alone."""
         done = subprocess.run(
             [self.bin / "moetier", *map(str, arguments)],
             cwd=self.work, env=self.environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert "Traceback" not in done.stderr, done.stderr
         assert code is None or done.returncode == code, (arguments, done.returncode, done.stdout, done.stderr)
-        return done.stdout + done.stderr
+        return done.stdout if "--json" in arguments else done.stdout + done.stderr
 
 
 @pytest.mark.campaign
