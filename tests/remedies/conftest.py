@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.remedies.messages import find
+from tests.remedies.places import Place
 from tests.remedies.stacks import polite, stack
 from tests.remedies.trouble import Trouble
 from tests.stack.conftest import demo as demo
@@ -21,6 +23,14 @@ def trouble(request: pytest.FixtureRequest) -> Iterator[Trouble]:
     trouble = Trouble(*(find(*mark.args) for mark in marks))
     yield trouble
     assert trouble.solved, "the scenario ended without trouble.gone()"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A folder with a checkpoint in it, for scenarios of `moetier store`."""
+    place = Place(tmp_path)
+    place.make()
+    return place
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -20,14 +19,6 @@ from tests.store.older import changed
 remedy = pytest.mark.remedy
 Step = Callable[[Place], object]
 Mend = Callable[[Place, str], object]
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    """With a checkpoint in it."""
-    place = Place(tmp_path)
-    place.make()
-    return place
 
 
 @remedy("store/manifest.py", "is no store")
