@@ -57,13 +57,13 @@ def test_a_host_is_the_requests(extra: tuple[str, ...], parser: argparse.Argumen
 
 
 def test_what_is_taken_over_is_what_vllm_sees(parser: argparse.ArgumentParser) -> None:
-    extra = ("--port=8123", "--shutdown_timeout", "7", "--api-key", "a", "b", "--served-model-name", "x", "y")
+    extra = ("--port=8123", "--shutdown_timeout", "17", "--api-key", "a", "b", "--served-model-name", "x", "y")
     made = request(*extra, "--seed", "-1", "--max_model_len=128")
     assert (made.port, made.drain_seconds, made.api_keys, made.served) == (8123, 7, ("a", "b"), ("x", "y"))
     assert made.extra == ("--seed", "-1", "--max_model_len=128")
     assert replace(made, host="::1").port == 8123
     seen = seen_by_vllm(parser, made)
-    assert (seen.port, seen.shutdown_timeout, seen.served_model_name) == (8123, 7, ["x", "y"])
+    assert (seen.port, seen.shutdown_timeout, seen.served_model_name) == (8123, 17, ["x", "y"])
     assert (seen.seed, seen.max_model_len, seen.api_key) == (-1, 128, None)
     assert '"model": "x"' in example(made)
 
