@@ -59,7 +59,7 @@ def test_a_host_is_the_requests(extra: tuple[str, ...], parser: argparse.Argumen
 def test_what_is_taken_over_is_what_vllm_sees(parser: argparse.ArgumentParser) -> None:
     extra = ("--port=8123", "--shutdown_timeout", "17", "--api-key", "a", "b", "--served-model-name", "x", "y")
     made = request(*extra, "--seed", "-1", "--max_model_len=128")
-    assert (made.port, made.drain_seconds, made.api_keys, made.served) == (8123, 7, ("a", "b"), ("x", "y"))
+    assert (made.port, made.drain_seconds, made.api_keys, made.served) == (8123, 17, ("a", "b"), ("x", "y"))
     assert made.extra == ("--seed", "-1", "--max_model_len=128")
     assert replace(made, host="::1").port == 8123
     seen = seen_by_vllm(parser, made)
