@@ -51,7 +51,7 @@ def doctor(
     unsaved = None
     if measure and rates is not None:
         raise SettingsError("--measure or --rates: either measures, or takes rates from a file; leave one out")
-    decision = decided_here(catalog.look(model).facts) if model is not None else None
+    decision = _decided(model) if model is not None else None
     if measure:
         found, unsaved = examine_and_measure(
             disk, shape, lambda line: console.print(f"measuring: {line}", markup=False, highlight=False)
@@ -70,6 +70,15 @@ def doctor(
         raise typer.Exit(REFUSED)
     if any(finding.verdict is Verdict.BROKEN for finding in found.findings):
         raise typer.Exit(1)
+
+
+def _decided(model: str) -> Decision:
+    """The decision; an error where `store build` would stop at headers that config.json contradicts."""
+    found = catalog.look(model)
+    decision = decided_here(found.facts)
+    if not decision.refusals():
+        found.check()
+    return decision
 
 
 def _both(decision: Decision, found: Machine) -> str:

@@ -47,6 +47,9 @@ class Known:
             config |= {"dspark_n_routed_experts": g.drafter.experts, "dspark_num_experts_per_tok": g.drafter.top_k}
         return Facts(g.name, config, {}, trimmed_format=g.expert_format, headers=False)
 
+    def check(self) -> None:
+        """Nothing: there are no headers to look at."""
+
     def geometry(self, kv_bytes_per_token: float | None = None) -> Geometry:
         """As it is stated."""
         return self.stated

@@ -19,7 +19,7 @@ from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
 from moetier.plan.parts import sort_tensors
 from moetier.store import config as keys
-from moetier.store.experts import check_layers
+from moetier.store.experts import open_experts
 from moetier.store.index import choose_files, lawful
 from moetier.store.origin import Origin
 from moetier.store.remote.fetch import Fetcher, Patience, RemoteFile
@@ -47,12 +47,17 @@ class Headers:
     fetched: int = 0
     """Bytes that came over the network for it."""
 
-    def geometry(self, kv_bytes_per_token: float | None = None) -> Geometry:
-        """CheckpointError where config.json and headers do not agree."""
+    def check(self) -> None:
+        """Refuse what `store build` refuses by headers and config.json, with the same words."""
         require_readable(self.facts)
         if self.origin is None and self.shards is not None:
-            check_layers(self.facts.config, self.shards)
-        return geometry_of(self.name, self.source, self.facts, kv_bytes_per_token, self.origin)
+            open_experts(self.facts.config, self.shards, list(self.facts.layers))
+
+    def geometry(self, kv_bytes_per_token: float | None = None) -> Geometry:
+        """CheckpointError where config.json and headers do not agree."""
+        found = geometry_of(self.name, self.source, self.facts, kv_bytes_per_token, self.origin)
+        self.check()
+        return found
 
 
 def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geometry:
@@ -168,7 +173,8 @@ def geometry_of(
     intermediate = keys.required(text, keys.INTERMEDIATE)
     experts, top_k = keys.required(text, keys.EXPERTS), keys.required(text, keys.TOP_K)
     if origin is None:
-        moe = _routed(tensors, layers, experts, hidden * intermediate)
+        own = [tensor for tensor in tensors if not facts.drafts(tensor.name)]
+        moe = _routed(own, layers, experts, hidden * intermediate)
         formats = format_of(facts, facts.own_layers)
     else:
         moe, formats = sum(layer.number < layers for layer in origin.moe_layers), origin.source_format

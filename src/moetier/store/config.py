@@ -37,11 +37,14 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
     """What config.json says of the number formats of weights; None if it says nothing."""
-    for part in (config, text_config(config)):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(value := part.get(key), dict):
-                return value
-    return None
+    return next(iter(quantizations(config)), None)
+
+
+def quantizations(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """All places where config.json says it; the first counts."""
+    parts = [config] if (text := text_config(config)) is config else [config, text]
+    said = (part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+    return [value for value in said if isinstance(value, dict)]
 
 
 def size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
@@ -80,4 +83,11 @@ def required(config: dict[str, Any], keys: tuple[str, ...]) -> int:
 
 def model_type(config: dict[str, Any]) -> str:
     """model_type of the language model; "" if config.json has none."""
-    return str(text_config(config).get("model_type") or config.get("model_type") or "")
+    found = [part.get("model_type") for part in (text_config(config), config)]
+    for value in found:
+        if value is not None and not isinstance(value, str):
+            raise CheckpointError(
+                f"config.json: expected a name for model_type, found {value!r:.80}; the file is damaged: download it "
+                "again"
+            )
+    return found[0] or found[1] or ""

@@ -9,7 +9,7 @@ from moetier.errors import CheckpointError
 from moetier.formats import LayerGeometry
 from moetier.store import config as keys
 from moetier.store.layers import LeftOut, check_trunk, hidden_layers, split_drafts
-from moetier.store.names import MoeLayer, find_layers
+from moetier.store.names import MoeLayer
 from moetier.store.shards import Shards
 from moetier.store.sources import LayerSource, open_layer
 
@@ -51,22 +51,6 @@ def open_experts(config: dict[str, Any], shards: Shards, found: list[MoeLayer]) 
 
     layers, left_out = split_drafts(config, shards, found, differs)
     return Experts(tuple(layers), tuple(sources[layer] for layer in layers), geometry, tuple(left_out))
-
-
-def check_layers(config: dict[str, Any], shards: Shards) -> None:
-    """Check which layers have experts, and how many, as `open_experts` does; nothing where no name is known."""
-    hidden = hidden_layers(config)
-    found = find_layers(shards.tensors, hidden)
-    if not found:
-        return
-    experts = keys.required(keys.text_config(config), keys.EXPERTS)
-    check_trunk(config, shards, found)
-
-    def differs(layer: MoeLayer) -> str:
-        count = _count(shards, layer)
-        return "" if count == experts else f"it has {count} experts and the model {experts}"
-
-    split_drafts(config, shards, found, differs)
 
 
 def _check_expert_count(shards: Shards, layer: MoeLayer, experts: int) -> None:

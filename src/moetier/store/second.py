@@ -7,6 +7,7 @@ no code with `sources/`, so a mistake there, or a tensor taken from the wrong fi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -94,17 +95,19 @@ class SecondReader:
         if scales.size == 1 or shape in ([rows], [rows, 1]):
             each = np.broadcast_to(scales.reshape(-1, 1), (rows, 1))
         else:
-            high, wide = self._block()
+            high, wide = self._block(name)
             each = scales.reshape(shape)[np.arange(rows) // high][:, np.arange(columns) // wide]
         return requantized(lambda part: e4m3(raw[part]) * each[part], rows)
 
-    def _block(self) -> tuple[int, int]:
-        """Rows and columns of a block of FP8 weights, by config.json."""
+    def _block(self, name: str) -> tuple[int, int]:
+        """Rows and columns of a block of this matrix's FP8 weights, by config.json."""
         for text in (self.config, self._text()):
             said = _object(text.get("quantization_config")) or _object(text.get("compression_config"))
             shapes = [said.get("weight_block_size")]
-            groups = (_object(group) for group in _object(said.get("config_groups")).values())
-            shapes += [_object(group.get("weights")).get("block_structure") for group in groups]
+            groups = [_object(group) for group in _object(said.get("config_groups")).values()]
+            own = [group for group in groups if any(_is_of(target, name) for target in _targets(group))]
+            own = own or [group for group in groups if any(map(_is_class, _targets(group)))]
+            shapes += [_object(group.get("weights")).get("block_structure") for group in own]
             for shape in shapes:
                 if isinstance(shape, list):
                     high, wide = shape
@@ -184,6 +187,20 @@ class SecondReader:
             header.pop("__metadata__", None)
             self.headers[file] = (8 + length, header)
         return self.headers[file]
+
+
+def _targets(group: dict[str, Any]) -> list[str]:
+    targets = group.get("targets")
+    return [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
+
+
+def _is_class(target: str) -> bool:
+    return target in ("Linear", "LinearBase") or "MoE" in target
+
+
+def _is_of(target: str, name: str) -> bool:
+    """Whether a target of compressed-tensors is a pattern or a part of a module's name."""
+    return re.match(target[3:], name) is not None if target.startswith("re:") else target in name
 
 
 def _object(value: Any) -> dict[str, Any]:

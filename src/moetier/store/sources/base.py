@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import CheckpointError, DamagedWeightsError
-from moetier.formats import E8M0_NAN, ExpertMatrices
+from moetier.formats import BLOCK, E8M0_NAN, ExpertMatrices
 from moetier.formats.requantize import Loss, NotFiniteError, Rows, requantize
 from moetier.store.names import MATRICES, MoeLayer
 from moetier.store.shards import Shards, Tensor
 
 GATE, UP, DOWN = range(3)
+LARGEST_SCALE = 127 + 125
+"""E8M0 byte of the largest float32: a product of a weight and its scale beyond it is an infinity to every engine."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,9 @@ class Requantizing(LayerSource):
             n, k = (self.hidden, self.intermediate) if matrix == DOWN else (self.intermediate, self.hidden)
             try:
                 result, part = requantize(self.rows(expert, matrix), n, k)
+                if result.scales.max() > LARGEST_SCALE:
+                    row, block = np.argwhere(result.scales > LARGEST_SCALE)[0]
+                    raise NotFiniteError(f"row {row}, columns {BLOCK * block} to {BLOCK * block + BLOCK - 1}")
             except NotFiniteError as error:
                 raise DamagedWeightsError(
                     f"layer {self.layer.number} ({self.layer.name}) of {self.shards.folder}, expert {expert}, "

@@ -14,8 +14,9 @@ from moetier.formats.requantize import Rows
 from moetier.store import config as keys
 from moetier.store.names import MoeLayer
 from moetier.store.shards import Shards, Tensor
-from moetier.store.sources.base import PerExpertSource, Requantizing, refuse_nan_scales
+from moetier.store.sources.base import PerExpertSource, Requantizing, refuse_nan_scales, spelling
 from moetier.store.sources.floats import DECODE
+from moetier.store.sources.said import groups_of
 
 SCALE_SUFFIXES = ("weight_scale_inv", "scale", "weight_scale")
 """What the scales are called. All of them multiply, whatever the name says."""
@@ -36,7 +37,8 @@ class Fp8Source(PerExpertSource, Requantizing):
         return weight is not None and weight.dtype == "F8_E4M3"
 
     def check(self) -> tuple[int, int]:
-        self.block = block_size(self.config)
+        names = spelling(self.shards, self.layer, self.weight_suffix) or ()
+        self.block = block_size(self.config, [f"{self.layer.name}.0.{name}" for name in names])
         return super().check()
 
     def check_companions(self, name: str, rows: int, k: int) -> None:
@@ -84,17 +86,31 @@ class Fp8Source(PerExpertSource, Requantizing):
         return e8m0_to_float(raw)
 
 
-def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
-    """(rows, columns) that share a scale by config.json; None if it does not say."""
-    quantization = keys.quantization(config) or {}
-    key, value = "weight_block_size", quantization.get("weight_block_size")
-    groups = quantization.get("config_groups")
-    for group in groups.values() if value is None and isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("strategy") == "block":
-            key, value = "block_structure", weights.get("block_structure")
-    if value is None:
-        return None
+def block_size(config: dict[str, Any], modules: list[str]) -> tuple[int, int] | None:
+    """(rows, columns) that share a scale in these modules by config.json; None if it does not say.
+
+    Shapes of scales do not tell every wrong size, so what is said of other modules is not believed, and what is said
+    twice must be the same.
+    """
+    found: dict[tuple[int, int], str] = {}
+    for quantization in keys.quantizations(config):
+        said = [("weight_block_size", quantization.get("weight_block_size"))]
+        weights = [group.get("weights") for group in groups_of(quantization, modules)]
+        blocks = [one for one in weights if isinstance(one, dict) and one.get("strategy") == "block"]
+        said += [("block_structure", one.get("block_structure")) for one in blocks]
+        for key, value in said:
+            if value is not None:
+                found.setdefault(_block(key, value), key)
+    if len(found) > 1:
+        told = " and ".join(f"{key} {list(block)}" for block, key in found.items())
+        raise CheckpointError(
+            f"config.json: expected one size of the blocks that share a scale in {modules[0]}, found {told}; "
+            "config.json does not belong to these weights: download both again"
+        )
+    return next(iter(found), None)
+
+
+def _block(key: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
-        raise CheckpointError(f"config.json: expected two positive integers for {key}, found {value!r}")
+        raise CheckpointError(f"config.json: expected two positive integers for {key}, found {value!r:.80}")
     return value[0], value[1]

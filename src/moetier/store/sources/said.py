@@ -38,7 +38,10 @@ EXPERT_DTYPES: dict[str, Set[str]] = {"fp4": {"mxfp4", "nvfp4"}, "fp8": {"fp8"},
 EXCLUDED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
 INPUTS = re.compile(r"awq|smooth|hadamard|quarot|spinquant|quip|svd|rotat", re.IGNORECASE)
 """Algorithms that change inputs, as names or keys call them."""
+ROTATIONS = re.compile(r"hadamard|quarot|spinquant|quip|rotat", re.IGNORECASE)
 ALGORITHM_KEYS = ("quant_algo", "algorithm", "algo", "quant_type")
+NO, YES = ("false", "0", "no", "off", "n", "f"), ("true", "1", "yes", "on", "y", "t")
+"""How compressed-tensors' settings may be spelled, in lower case."""
 INPUT_METHODS = ("smoothquant", "quarot", "spinquant", "quip", "quip_sharp", "hadamard")
 
 
@@ -62,7 +65,7 @@ def check_said(source: LayerSource, draft: bool) -> None:
         known = next((name for start, name in ALGORITHMS if algorithm.upper().startswith(start)), None)
         if known is not None:
             _same_format(source, {known}, f"quant_algo {algorithm!r}")
-    for group in _groups(quantization, modules):
+    for group in groups_of(quantization, modules):
         _check_group(source, quantization, group)
 
 
@@ -120,9 +123,17 @@ def _no_inputs_changed(source: LayerSource, quantization: dict[str, Any], module
 
 
 def _algorithm_values(quantization: dict[str, Any], modules: list[str]) -> Iterator[tuple[str, str]]:
-    for key in ALGORITHM_KEYS:
-        if isinstance(value := quantization.get(key), str):
-            yield key, value
+    inner = quantization.get("quantization")
+    for part in (quantization, inner if isinstance(inner, dict) else {}):
+        for key in ALGORITHM_KEYS:
+            if isinstance(value := part.get(key), str):
+                yield key, value
+    # Quark's list. Its AWQ and SmoothQuant are folded into the layers before; rotations are not all.
+    steps = quantization.get("algo_config")
+    for step in steps if isinstance(steps, list) else [steps]:
+        name = step.get("name") if isinstance(step, dict) else step
+        if isinstance(name, str) and ROTATIONS.search(name):
+            yield "algo_config", name
     layers = quantization.get("quantized_layers")
     for module in modules:
         entry = layers.get(module) if isinstance(layers, dict) else None
@@ -160,7 +171,7 @@ def _targets(target: str, module: str) -> bool:
     return target in ("Linear", "LinearBase") or "MoE" in target or _matches(target, module)
 
 
-def _groups(quantization: dict[str, Any], modules: list[str]) -> list[dict[str, Any]]:
+def groups_of(quantization: dict[str, Any], modules: list[str]) -> list[dict[str, Any]]:
     """Groups of compressed-tensors, or of modelopt, whose targets are experts: those that name them before classes."""
     groups = quantization.get("config_groups")
     groups = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
@@ -182,13 +193,14 @@ def _check_group(source: LayerSource, quantization: dict[str, Any], group: dict[
     if isinstance(packed, str) and packed in PACKED:
         _same_format(source, PACKED[packed], f"format {packed!r}")
     kind = (str(weights.get("type") or "int"), weights.get("num_bits"))
-    _same_format(source, TYPES.get(kind, set()) or {f"{kind[0]} of {kind[1]} bits"}, f"num_bits {kind[1]}")
+    known = TYPES.get(kind, set()) if isinstance(kind[1], int | float) else set()
+    _same_format(source, known or {f"{kind[0]} of {kind[1]!r:.40} bits"}, f"num_bits {kind[1]!r:.40}")
     for key, wrong, what in (
-        ("symmetric", (False,), "asymmetric weights"),
-        ("dynamic", (True,), "weights that are quantized when they are used"),
-        ("actorder", ("group", "dynamic"), "columns in another order"),
+        ("symmetric", NO, "asymmetric weights"),
+        ("dynamic", (*YES, "local"), "weights that are quantized when they are used"),
+        ("actorder", (*YES, "group", "dynamic"), "columns in another order"),
     ):
-        if any(weights.get(key) is value or (isinstance(value, str) and weights.get(key) == value) for value in wrong):
+        if str(weights.get(key)).lower() in wrong:
             if key == "symmetric" and kind[0] == "float":
                 continue
             raise UnsupportedModelError(
