@@ -79,6 +79,7 @@ def broken_json(mutant: Mutant) -> None:
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 CASES = [
+    ("config.py", "expected a name for model_type", config(model_type=["qwen3_moe"])),
     ("index.py", "expected one set of weights", consolidated),
     ("index.py", "and no index", gap),
     ("index.py", "is missing, {} names it", lost_shard),
@@ -113,6 +114,19 @@ def test_what_is_wrong_with_a_checkpoint_is_put_right(trouble: Trouble, tmp_path
         if not (tmp_path / "right" / path.name).exists():
             path.unlink()
     Checkpoint.open(tmp_path / "wrong")
+    trouble.gone()
+
+
+@remedy("store/sources/fp8.py", "expected one size of the blocks")
+def test_two_sizes_of_blocks_are_downloaded_again(trouble: Trouble, tmp_path: Path) -> None:
+    mutant = right("fp8 block")
+    said_twice = [{"quant_method": "fp8", "weight_block_size": [rows, rows]} for rows in (128, 64)]
+    mutant.config |= dict(zip(("quantization_config", "compression_config"), said_twice, strict=True))
+    mutant.write(tmp_path / "c")
+    with trouble:
+        Checkpoint.open(tmp_path / "c")
+    right("fp8 block").write(tmp_path / "d")
+    Checkpoint.open(tmp_path / "d")
     trouble.gone()
 
 
