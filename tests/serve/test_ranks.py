@@ -101,7 +101,7 @@ def test_ranks_that_do_not_divide_the_slices_are_refused(nano: Path, store: Path
     with Server(nano, store, tmp_path / "out", vllm=("-tp", "4")) as server:
         assert server.wait_exit() == 2
         assert "tensor-parallel size 4: expected one that divides the 2 slices" in server.error
-    assert server.error.count("moetier store build --slices 4") == 1
+    assert server.error.count("moetier store build CHECKPOINT OUT --slices 4") == 1
 
 
 def spoil_second_slices(store: Path) -> None:

@@ -24,7 +24,7 @@ EACH = 2
 """Experts of each layer that a start compares..."""
 SECONDS = 5.0
 """...but only one of each if that takes longer than this."""
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 20.0
 """From here on layers are left out, which is said: a slow disk must not keep a server from starting."""
 THREADS = 2
 """At a start: each needs the room of a few experts, beside all that is being loaded."""

@@ -37,10 +37,13 @@ def open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
             built = build_store(checkpoint.path, path, check=2, progress=step)
         text = f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s"
         console.print(text, markup=False)
-    store = open_store_of(path, checkpoint)
+    return open_store_of(path, checkpoint)
+
+
+def compare(store: Store, checkpoint: Checkpoint) -> None:
+    """StoreError where an expert of the store is not the checkpoint's; a line of what was compared."""
     if (compared := compare_some(store, checkpoint, each=1)) is not None:
-        console.print(f"{path}: {compared}", soft_wrap=True, markup=False, highlight=False)
-    return store
+        console.print(f"{store.path}: {compared}", soft_wrap=True, markup=False, highlight=False)
 
 
 def check_drafter(store: Store, request: ServeRequest) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from moetier import machine
 from moetier.cli.deciding import decided_here, proceed, unknown_support
 from moetier.cli.serving.explain import explain as explanation
-from moetier.cli.serving.place import check_drafter, console, open_store, place, show
+from moetier.cli.serving.place import check_drafter, compare, console, open_store, place, show
 from moetier.decision.decide import Decision
 from moetier.errors import RefusedError, SettingsError
 from moetier.folders import temporary_roots
@@ -57,6 +57,7 @@ def start(
     check_drafter(opened, request)
     cpus = machine.allowed_cpus()
     records, report = place(checkpoint, opened, request, cpus)
+    compare(opened, checkpoint)  # it may take seconds: what takes none is refused before
     for line in notes:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     show(report, as_json)
