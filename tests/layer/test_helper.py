@@ -21,12 +21,16 @@ class Mailbox:
     def __init__(self) -> None:
         self.requests: queue.Queue[Any] = queue.Queue()
         self.ends: queue.Queue[tuple[str, int]] = queue.Queue()
+        self.alone = 0
 
     def await_help(self, milliseconds: int) -> Any:
         try:
             return self.requests.get(timeout=milliseconds / 1e4)
         except queue.Empty:
             return None
+
+    def counts(self) -> tuple[int, ...]:
+        return (0, 0, 0, self.alone)
 
     def answer(self, request: Any) -> None:
         self.ends.put(("answered", request.number))
@@ -36,16 +40,19 @@ class Mailbox:
 
 
 def helping(error: Exception | None) -> Any:
-    def help_with(request: Any) -> None:
+    def help_with(request: Any, _mailbox: Any) -> None:
         if error is not None:
             raise error
 
     return SimpleNamespace(index=3, help=help_with)
 
 
-def run(error: Exception | None, layer: int = 3, **mail: int) -> tuple[tuple[str, int] | None, list[MoetierError]]:
+def run(
+    error: Exception | None, layer: int = 3, alone: int = 0, **mail: int
+) -> tuple[tuple[str, int] | None, list[MoetierError]]:
     """What came of a request, or of none where the mailbox says that the device is late; and what was said."""
     mailbox: Any = Mailbox()
+    mailbox.alone = alone
     said: list[MoetierError] = []
     box: Any = SimpleNamespace(late=0, refused=0)
     helper = Helper(mailbox, box, [helping(error)], 60, said.append)
@@ -86,3 +93,11 @@ def test_a_device_that_waited_too_long(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_a_kernel_that_refused() -> None:
     assert "refused request 9" in str(run(None, late=9, refused=9)[1][0])
+
+
+def test_requests_that_were_answered_alone_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert run(None, alone=2) == (("answered", 7), [])
+    assert [record.getMessage() for record in caplog.records if "answered from disk alone" in record.getMessage()] == [
+        "2 requests of the device got no help for 2000 ms and were answered from disk alone, with the same bits: "
+        "most likely a thread kept Python's lock while it waited for the device"
+    ]
