@@ -1,0 +1,66 @@
+"""Print the lines of every room of the house, and fail where a room has outgrown its budget.
+
+Every file of src/, native/, benchmarks/ and tools/ belongs to exactly one room; a file that belongs to none is an
+error. Who needs more lines raises the room's number in ROOMS, in the commit that uses them, with the reason beside it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = (".py", ".pyi", ".cpp", ".h", ".inc", ".cu", ".cuh", ".sh", ".c")
+
+ROOMS: dict[str, int] = {}
+"""Most lines of a file or a folder (which ends with a slash), by its path below the root. The longest path wins."""
+
+
+def lines(path: Path) -> int:
+    """Return the lines of a file."""
+    return len(path.read_bytes().splitlines())
+
+
+def room_of(path: str) -> str | None:
+    """Return the room that a file belongs to; None where there is none."""
+    rooms = (room for room in ROOMS if path == room or (room.endswith("/") and path.startswith(room)))
+    return max(rooms, key=len, default=None)
+
+
+def counted() -> tuple[dict[str, int], list[str]]:
+    """Return the lines of each room, and the files that belong to none."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "src", "native", "benchmarks", "tools"],
+        cwd=ROOT, capture_output=True, check=True,
+    ).stdout.decode()  # fmt: skip
+    sums, homeless = dict.fromkeys(ROOMS, 0), []
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if path.suffix not in SOURCES or not path.is_file():
+            continue
+        room = room_of(name)
+        if room is None:
+            homeless.append(name)
+        else:
+            sums[room] += lines(path)
+    return sums, homeless
+
+
+def main() -> int:
+    """Print the table; return 1 where a budget is exceeded or a file has no room."""
+    sums, homeless = counted()
+    width = max(map(len, ROOMS))
+    print(f"{'room':<{width}} {'lines':>7} {'budget':>7}")
+    for room, total in sums.items():
+        print(f"{room:<{width}} {total:>7} {ROOMS[room]:>7}{'  TOO LARGE' if total > ROOMS[room] else ''}")
+    print(f"{'together':<{width}} {sum(sums.values()):>7} {sum(ROOMS.values()):>7}")
+    for name in homeless:
+        print(f"{name}: no room of tools/size.py counts it; put it into one, or add a room", file=sys.stderr)
+    over = [room for room, total in sums.items() if total > ROOMS[room]]
+    for room in over:
+        print(f"{room} has {sums[room]} lines, its budget is {ROOMS[room]}: delete some, or raise the number in "
+              "tools/size.py and say there why", file=sys.stderr)  # fmt: skip
+    return 1 if over or homeless else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
