@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier import machine
-from moetier.bench.kernel import make_records
+from moetier.doctor.measure.kernel import make_records
 from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import CpuExperts, ThreadPool, integer_peak, read_bandwidth
 from moetier.kernels.cpu.isa import machine_isas

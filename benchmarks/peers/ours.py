@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.peers.base import Step
-from moetier.bench.kernel import make_records
+from moetier.doctor.measure.kernel import make_records
 from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import CpuExperts, ThreadPool
 

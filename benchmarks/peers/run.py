@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.peers.base import PeerAbsentError
 from benchmarks.peers.contestants import OURS, Contestant, makers
-from moetier.bench.kernel import describe_machine, parse_shape
+from moetier.doctor.measure.kernel import describe_machine, parse_shape
 
 ROUNDS = 9
 MOST_TRIES = 27

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from moetier import __version__
-from moetier.eval import EvalError
-from moetier.eval.items import Item, Text, load_set
-from moetier.eval.quality_model import QualityModel
+from moetier_bench.eval import EvalError
+from moetier_bench.eval.items import Item, Text, load_set
+from moetier_bench.eval.quality_model import QualityModel
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("MOETIER_SHARED_MODELS") or ROOT.parent / "shared" / "models")

@@ -17,9 +17,9 @@ from common import folder, items, machine, open_model, parser
 from rich.console import Console
 from rich.table import Table
 
-from moetier.eval.items import Text
-from moetier.eval.quality_layers import LayerError, layer_errors
-from moetier.eval.quality_numerics import VARIANTS
+from moetier_bench.eval.items import Text
+from moetier_bench.eval.quality_layers import LayerError, layer_errors
+from moetier_bench.eval.quality_numerics import VARIANTS
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ from common import folder, items, machine, open_model, parser
 from rich.console import Console
 from rich.table import Table
 
-from moetier.eval import EvalError
-from moetier.eval.compare import Comparison, compare
-from moetier.eval.quality_log import ResultLog, same_answers, verdict
-from moetier.eval.quality_numerics import REFERENCE, VARIANTS
-from moetier.eval.quality_tasks import evaluate, groups
-from moetier.eval.report import Report
+from moetier_bench.eval import EvalError
+from moetier_bench.eval.compare import Comparison, compare
+from moetier_bench.eval.quality_log import ResultLog, same_answers, verdict
+from moetier_bench.eval.quality_numerics import REFERENCE, VARIANTS
+from moetier_bench.eval.quality_tasks import evaluate, groups
+from moetier_bench.eval.report import Report
 
 TASKS = ("arithmetic", "copy", "json", "toolcalls", "needle", "heldout_text")
 COMPARED = ("reference", "ours", "bf16", "fp8")

@@ -30,8 +30,8 @@ import psutil
 from openai import OpenAI, OpenAIError
 from server import MODEL, ROOT, start
 
-from moetier.eval.ask import Server, ask, client
-from moetier.eval.items import Item, load_set
+from moetier_bench.eval.ask import Server, ask, client
+from moetier_bench.eval.items import Item, load_set
 
 TASKS = ("arithmetic", "copy", "json", "toolcalls")
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "glm45", "--reasoning-parser", "glm45")

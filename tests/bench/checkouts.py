@@ -11,9 +11,9 @@ import psutil
 import pytest
 import yaml
 
-from moetier.bench.documents import Library, MachineFile
-from moetier.bench.provenance import machine_here
-from moetier.bench.server import Served
+from moetier_bench.documents import Library, MachineFile
+from moetier_bench.provenance import machine_here
+from moetier_bench.server import Served
 from tests.bench.scripted import Script, scripted
 from tests.conftest import ROOT
 
@@ -26,9 +26,9 @@ def scripted_library(root: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
         with scripted(Script(first=0.01, gap=0.002)) as url:
             yield Served(url, psutil.Process(), 0.1)
 
-    monkeypatch.setattr("moetier.bench.run.serving", scripted_serving)
-    monkeypatch.setattr("moetier.bench.run.IDLE_SECONDS", 0.1)
-    monkeypatch.setattr("moetier.bench.run.COUNTED_SECONDS", 0)
+    monkeypatch.setattr("moetier_bench.run.serving", scripted_serving)
+    monkeypatch.setattr("moetier_bench.run.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("moetier_bench.run.COUNTED_SECONDS", 0)
     shutil.copytree(ROOT / "models" / "nano-mxfp4", root / "scripted")
     recipe = Library(ROOT).recipe("nano/dram").model_dump(mode="json")
     machine = MachineFile.model_validate(machine_here("here", "where the tests run")).model_dump(mode="json")

@@ -9,15 +9,15 @@ from pathlib import Path
 import psutil
 import yaml
 
-from moetier.bench.corpus import Prompts
-from moetier.bench.documents import MachineFile, Recipe, Suite
-from moetier.bench.endpoint import connect
-from moetier.bench.meter import Meter
-from moetier.bench.probes import Coding, Decode, Prefill
-from moetier.bench.probes.base import Target
-from moetier.bench.provenance import Code, ModelFiles, machine_here, software
-from moetier.bench.result import Load, Result, Section, Served, cells_of, hashes_of, tier_cells
-from moetier.eval.report import Result as Answer
+from moetier_bench.corpus import Prompts
+from moetier_bench.documents import MachineFile, Recipe, Suite
+from moetier_bench.endpoint import connect
+from moetier_bench.eval.report import Result as Answer
+from moetier_bench.meter import Meter
+from moetier_bench.probes import Coding, Decode, Prefill
+from moetier_bench.probes.base import Target
+from moetier_bench.provenance import Code, ModelFiles, machine_here, software
+from moetier_bench.result import Load, Result, Section, Served, cells_of, hashes_of, tier_cells
 from tests.bench.scripted import Script
 from tests.bench.simulated import simulated
 

@@ -64,6 +64,6 @@ def simulated(script: Script, use: Callable[[str], Coroutine[Any, Any, T]]) -> T
         loop = runner.get_loop()
         clock = SimpleNamespace(perf_counter=loop.time, monotonic=loop.time, time=time.time)
         for name, module in list(sys.modules.items()):
-            if name.startswith(("moetier.bench.", "tests.bench.")) and getattr(module, "time", None) is time:
+            if name.startswith(("moetier_bench.", "tests.bench.")) and getattr(module, "time", None) is time:
                 clocks.enter_context(mock.patch.object(module, "time", clock))
         return runner.run(run())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moetier.bench.breakdown import CALLS, KERNELS, REST, STEPS, WAITED, hit_point, steps_of, steps_plot
-from moetier.bench.plots import plots_of
-from moetier.bench.result import Result
+from moetier_bench.breakdown import CALLS, KERNELS, REST, STEPS, WAITED, hit_point, steps_of, steps_plot
+from moetier_bench.plots import plots_of
+from moetier_bench.result import Result
 from tests.bench.made import made
 
 LAYERS = 4

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from moetier.bench import BenchError
-from moetier.bench.check import check_file, check_folder, problems
-from moetier.bench.documents import sha256_of
-from moetier.bench.provenance import git_blob, stated
-from moetier.bench.result import SUMS, Result, Section, cells_of, listed, tier_cells, to_text, write_result
-from moetier.bench.samples import Cell
+from moetier_bench import BenchError
+from moetier_bench.check import check_file, check_folder, problems
+from moetier_bench.documents import sha256_of
+from moetier_bench.provenance import git_blob, stated
+from moetier_bench.result import SUMS, Result, Section, cells_of, listed, tier_cells, to_text, write_result
+from moetier_bench.samples import Cell
 from tests.bench.made import checkout, commit_all, git, made
 
 
@@ -415,6 +415,6 @@ def test_a_stated_commit_is_held_against_its_files(root: Path, blobs: dict[str, 
 
 def test_a_copy_states_the_files_that_it_has() -> None:
     blobs = stated("5" * 40).blobs
-    name = "src/moetier/bench/provenance.py"
+    name = "src/moetier_bench/provenance.py"
     assert blobs[name] == git(Path(__file__).parents[2], "hash-object", name)
     assert not [file for file in blobs if file.endswith((".so", ".pyc"))]

@@ -9,12 +9,12 @@ from typing import Literal
 import psutil
 import pytest
 
-from moetier.bench.corpus import Prompts
-from moetier.bench.endpoint import connect
-from moetier.bench.meter import Meter
-from moetier.bench.probes import Coding, Decode, Fairness, Growth, Mixed, Prefill, Prefix
-from moetier.bench.probes.base import Probe, Target, Timed, trial
-from moetier.bench.samples import Cell, Stream
+from moetier_bench.corpus import Prompts
+from moetier_bench.endpoint import connect
+from moetier_bench.meter import Meter
+from moetier_bench.probes import Coding, Decode, Fairness, Growth, Mixed, Prefill, Prefix
+from moetier_bench.probes.base import Probe, Target, Timed, trial
+from moetier_bench.samples import Cell, Stream
 from tests.bench.scripted import Script, scripted
 from tests.bench.simulated import simulated
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import psutil
 import pytest
 
-from moetier.bench import BenchError
-from moetier.bench.corpus import Prompts
-from moetier.bench.endpoint import connect
-from moetier.bench.meter import Meter
-from moetier.bench.probes import Coding, Decode, Mixed, Prefill, Prefix
-from moetier.bench.probes.base import Probe, Raw, Target, Timed, trial
-from moetier.bench.samples import Cell, Stream
+from moetier_bench import BenchError
+from moetier_bench.corpus import Prompts
+from moetier_bench.endpoint import connect
+from moetier_bench.meter import Meter
+from moetier_bench.probes import Coding, Decode, Mixed, Prefill, Prefix
+from moetier_bench.probes.base import Probe, Raw, Target, Timed, trial
+from moetier_bench.samples import Cell, Stream
 from tests.bench.scripted import POSITIONS, Script, scripted
 from tests.bench.simulated import simulated
 

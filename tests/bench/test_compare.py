@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from moetier.bench.compare import FEWEST_SAMPLES, Verdict, compare, lengths, quality, same_answers, speed
-from moetier.bench.documents import Library
-from moetier.bench.probes import AnyProbe
-from moetier.bench.probes.base import Raw
-from moetier.bench.result import Result
-from moetier.bench.samples import Cell, figure
-from moetier.eval.compare import mcnemar
+from moetier_bench.compare import FEWEST_SAMPLES, Verdict, compare, lengths, quality, same_answers, speed
+from moetier_bench.documents import Library
+from moetier_bench.eval.compare import mcnemar
+from moetier_bench.probes import AnyProbe
+from moetier_bench.probes.base import Raw
+from moetier_bench.result import Result
+from moetier_bench.samples import Cell, figure
 from tests.bench.made import answers, made
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from moetier.bench.corpus import conversation
+from moetier_bench.corpus import conversation
 
 NOTE = re.compile(r"\nNote: the secret passphrase is (\S+-\d\d)\.\n")
 

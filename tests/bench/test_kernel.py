@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from moetier.bench import kernel
-from moetier.bench.kernel import ImpossibleRateError, Row, possible
+from moetier.doctor.measure import kernel
+from moetier.doctor.measure.kernel import ImpossibleRateError, Row, possible
 from moetier.errors import SettingsError
 from moetier.formats import LayerGeometry
 from moetier.kernels.cpu import available_isas

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from moetier.bench.meter import POWERCAP, EnergyCounter, Meter, nvml_counters, nvml_devices, rapl_counters
-from moetier.bench.probes import AnyProbe, Coding, Decode, Fairness, Growth, Mixed, Prefill, Prefix, Soak
-from moetier.bench.probes.base import Calm, Raw
-from moetier.bench.result import Served
-from moetier.bench.samples import Trial
+from moetier_bench.meter import POWERCAP, EnergyCounter, Meter, nvml_counters, nvml_devices, rapl_counters
+from moetier_bench.probes import AnyProbe, Coding, Decode, Fairness, Growth, Mixed, Prefill, Prefix, Soak
+from moetier_bench.probes.base import Calm, Raw
+from moetier_bench.result import Served
+from moetier_bench.samples import Trial
 
 BURN = "import time\nwhile time.process_time() < 0.6: pass"
 """Work of 0.6 CPU seconds."""
@@ -75,7 +75,7 @@ def test_a_moment_is_judged_by_the_seconds_before_it(monkeypatch: pytest.MonkeyP
     meter = Meter(psutil.Process())
     clock = iter([0.0, 1.0, 3.0, 3.5, 3.51])
     used = iter([0.0, 0.5, 0.5, 0.5, 0.6])
-    monkeypatch.setattr("moetier.bench.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("moetier_bench.meter.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(meter, "_busy", lambda: next(used))
     monkeypatch.setattr(meter, "_own", lambda: 0.0)
     marks = [meter.mark() for _ in range(4)]
@@ -142,7 +142,7 @@ def test_a_counter_that_began_again_at_zero(powercap: Path) -> None:
 
 
 def test_joules_are_the_sum_of_all_counters(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moetier.bench.meter.POWERCAP", powercap)
+    monkeypatch.setattr("moetier_bench.meter.POWERCAP", powercap)
     meter = Meter(None)
     mark = meter.mark()
     (powercap / "intel-rapl:0" / "energy_uj").write_text("350000")

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from moetier.bench import BenchError
-from moetier.bench.check import check_folder
-from moetier.bench.documents import Suite
-from moetier.bench.probes import Decode, Prefill, Quality
-from moetier.bench.prove import checked_for_paths, import_proof, prove, slug, write_proof
-from moetier.bench.render import IMPORTED_MARK, outputs
-from moetier.bench.result import Result
+from moetier_bench import BenchError
+from moetier_bench.check import check_folder
+from moetier_bench.documents import Suite
+from moetier_bench.probes import Decode, Prefill, Quality
+from moetier_bench.prove import checked_for_paths, import_proof, prove, slug, write_proof
+from moetier_bench.render import IMPORTED_MARK, outputs
+from moetier_bench.result import Result
 from tests.bench.made import checkout, commit_all, made
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path, data: bytes, suff
 
 
 def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moetier.bench.prove.LARGEST", 1 << 20)
+    monkeypatch.setattr("moetier_bench.prove.LARGEST", 1 << 20)
     path = tmp_path / "x.json.gz"
     path.write_bytes(gzip.compress(b" " * (4 << 20)))
     with pytest.raises(BenchError, match="more than"):
@@ -131,7 +131,7 @@ def test_an_id_that_is_a_path_is_refused(tmp_path: Path, field: str) -> None:
 
 
 def test_what_others_write_is_text_in_a_table(tmp_path: Path) -> None:
-    from moetier.bench.render import said
+    from moetier_bench.render import said
 
     assert said("a | b <img src=x> [x](y)\nc") == r"a \| b &lt;img src=x&gt; \[x\](y) c"
 

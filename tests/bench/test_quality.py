@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moetier.bench.corpus import Prompts
-from moetier.bench.endpoint import connect
-from moetier.bench.meter import Meter
-from moetier.bench.probes import Quality, Soak
-from moetier.bench.probes.base import Raw, Target
+from moetier_bench.corpus import Prompts
+from moetier_bench.endpoint import connect
+from moetier_bench.meter import Meter
+from moetier_bench.probes import Quality, Soak
+from moetier_bench.probes.base import Raw, Target
 from tests.bench.scripted import Script, scripted
 
 SETS = (Path(__file__).resolve().parents[2] / "models" / "eval",)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from moetier.bench import BenchError
-from moetier.bench.documents import Library, Suite
-from moetier.bench.probes import Coding
-from moetier.bench.provenance import code_of
-from moetier.bench.recipes import run_recipe
-from moetier.bench.result import listed, name_of
+from moetier_bench import BenchError
+from moetier_bench.documents import Library, Suite
+from moetier_bench.probes import Coding
+from moetier_bench.provenance import code_of
+from moetier_bench.recipes import run_recipe
+from moetier_bench.result import listed, name_of
 from tests.bench.checkouts import scripted_library
 
 NAMES = ("waits", "second", "third")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from moetier.bench import BenchError
-from moetier.bench.compare import compare
-from moetier.bench.page import page
-from moetier.bench.render import (
+from moetier_bench import BenchError
+from moetier_bench.compare import compare
+from moetier_bench.page import page
+from moetier_bench.render import (
     BEGIN,
     CROWDED_MARK,
     END,
@@ -23,8 +23,8 @@ from moetier.bench.render import (
     with_block,
     write,
 )
-from moetier.bench.result import Load, Served, write_result
-from moetier.bench.samples import Cell
+from moetier_bench.result import Load, Served, write_result
+from moetier_bench.samples import Cell
 from tests.bench.made import checkout, commit_all, made, sections
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from moetier.bench.roofline import roofline_svg
+from moetier_bench.roofline import roofline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

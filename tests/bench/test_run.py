@@ -17,16 +17,16 @@ import psutil
 import pytest
 import yaml
 
-from moetier.bench import BenchError
-from moetier.bench.check import problems
-from moetier.bench.documents import Library, MachineFile, Recipe, Suite, read_document
-from moetier.bench.here import check_machine, set_folders
-from moetier.bench.probes import Coding, Decode, Growth, Mixed, Prefill, Quality, Soak
-from moetier.bench.provenance import ModelFiles, Software, changed_files, code_of, machine_here, model_files, software
-from moetier.bench.result import Result, Served, to_text
-from moetier.bench.run import Run
-from moetier.bench.server import Place, checked_at_end, environment, free_port
-from moetier.bench.server import Served as Started
+from moetier_bench import BenchError
+from moetier_bench.check import problems
+from moetier_bench.documents import Library, MachineFile, Recipe, Suite, read_document
+from moetier_bench.here import check_machine, set_folders
+from moetier_bench.probes import Coding, Decode, Growth, Mixed, Prefill, Quality, Soak
+from moetier_bench.provenance import ModelFiles, Software, changed_files, code_of, machine_here, model_files, software
+from moetier_bench.result import Result, Served, to_text
+from moetier_bench.run import Run
+from moetier_bench.server import Place, checked_at_end, environment, free_port
+from moetier_bench.server import Served as Started
 from tests.bench.made import IDENTITY, recipe
 from tests.bench.scripted import Script, scripted
 from tests.serve.server import runs
@@ -143,8 +143,8 @@ def scripted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *suites: Suite
             time.sleep(1.1)
             yield Started(url, psutil.Process(), 1.1)
 
-    monkeypatch.setattr("moetier.bench.run.serving", slow_start)
-    monkeypatch.setattr("moetier.bench.run.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("moetier_bench.run.serving", slow_start)
+    monkeypatch.setattr("moetier_bench.run.IDLE_SECONDS", 0.1)
     machine = MachineFile.model_validate(machine_here("here", "where the tests run"))
     files, place = ModelFiles(identity=IDENTITY, bytes=1, files={}), Place(tmp_path / "scripted", tmp_path, tmp_path, 1)
     return Run(ROOT, recipe(), suites, machine, code_of(ROOT), files, place, (), **more)
@@ -206,7 +206,7 @@ def test_an_interrupt_while_a_result_is_made_loses_nothing(tmp_path: Path, monke
             signal.raise_signal(signal.SIGINT)
         return made[-1]
 
-    monkeypatch.setattr("moetier.bench.run.software", software_once_interrupted)
+    monkeypatch.setattr("moetier_bench.run.software", software_once_interrupted)
     (result,) = scripted_run(tmp_path, monkeypatch, DECODES, ANSWERS).results(print)
     assert (result.suite, result.status, result.failure) == (DECODES, "partial", "it was interrupted")
     assert result.cells["decode.C1"].value

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moetier.bench import server
-from moetier.bench.documents import Library
-from moetier.bench.server import Place, free_port, serving
+from moetier_bench import server
+from moetier_bench.documents import Library
+from moetier_bench.server import Place, free_port, serving
 from tests.serve.server import runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def test_an_engine_that_lost_its_frontend_is_ended(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-c", FRONTEND, str(place.port)])
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    recipe = Library(ROOT).recipe("nano/dram")
+    recipe = Library(ROOT).recipe("nano/stock")
     recipe = recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"start_seconds": 30})})
     with serving(recipe, place) as served:
         (engine,) = served.process.children()
@@ -44,3 +44,23 @@ def test_an_engine_that_lost_its_frontend_is_ended(tmp_path: Path, monkeypatch: 
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             engine.kill()
+
+
+SAID = """
+import http.server, threading, time
+http.server.BaseHTTPRequestHandler.log_message = lambda *_: None
+def say():
+    print('{"model": "m", "layers": 2, "experts": 4, "ti', end="", flush=True)
+    time.sleep(1)
+    print('ers": [{"tier": "DRAM", "records": 3}]}', flush=True)
+threading.Timer(1, say).start()
+"""
+
+
+def test_a_server_is_ready_once_it_has_said_where_its_experts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path / "model", tmp_path / "store", tmp_path / "scratch", free_port())
+    monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-c", SAID + FRONTEND, str(place.port)])
+    with serving(Library(ROOT).recipe("nano/dram"), place):
+        assert server.placed(place) == {"DRAM": 3, "all": 8}

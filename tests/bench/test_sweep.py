@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from moetier.bench import BenchError
-from moetier.bench.documents import Recipe, Suite
-from moetier.bench.probes import Decode, Prefill, Quality
-from moetier.bench.samples import Cell, figure
-from moetier.bench.sweep import (
+from moetier_bench import BenchError
+from moetier_bench.documents import Recipe, Suite
+from moetier_bench.probes import Decode, Prefill, Quality
+from moetier_bench.samples import Cell, figure
+from moetier_bench.sweep import (
     Constraint,
     Measured,
     Trial,

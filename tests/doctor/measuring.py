@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moetier.bench import kernel as bench
 from moetier.doctor import judge_rates
 from moetier.doctor.measure import cpu as cpu_measure
 from moetier.doctor.measure import disk as disk_measure
+from moetier.doctor.measure import kernel as bench
 
 
 def little_to_measure(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from moetier.eval import EvalError
-from moetier.eval.ask import answer_of
-from moetier.eval.compare import compare, mcnemar
-from moetier.eval.items import Item, Text, load_set, load_sets
-from moetier.eval.report import Report, Result
+from moetier_bench.eval import EvalError
+from moetier_bench.eval.ask import answer_of
+from moetier_bench.eval.compare import compare, mcnemar
+from moetier_bench.eval.items import Item, Text, load_set, load_sets
+from moetier_bench.eval.report import Report, Result
 from tests.conftest import ROOT
 
 BUNDLED = ROOT / "models" / "eval"

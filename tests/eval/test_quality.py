@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from moetier.eval import EvalError
-from moetier.eval.compare import Comparison, Paired, mcnemar
-from moetier.eval.items import Item, Text, load_set
 from moetier.formats import BLOCK, Family
 from moetier.formats.e4m3 import E4M3_VALUES
+from moetier_bench.eval import EvalError
+from moetier_bench.eval.compare import Comparison, Paired, mcnemar
+from moetier_bench.eval.items import Item, Text, load_set
 from tests.conftest import ROOT
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
 
-from moetier.eval import quality_numerics as numerics  # noqa: E402 (they import torch)
-from moetier.eval.quality_experts import Experts  # noqa: E402
-from moetier.eval.quality_layers import decibels, layer_errors  # noqa: E402
-from moetier.eval.quality_log import ResultLog, same_answers, verdict  # noqa: E402
-from moetier.eval.quality_model import QualityModel  # noqa: E402
-from moetier.eval.quality_numerics import ARITHMETICS, OURS, REFERENCE, TRUTH, VARIANTS  # noqa: E402
-from moetier.eval.quality_tasks import answer_of, evaluate, groups  # noqa: E402
-from moetier.eval.report import Report, Result  # noqa: E402
+from moetier_bench.eval import quality_numerics as numerics  # noqa: E402 (they import torch)
+from moetier_bench.eval.quality_experts import Experts  # noqa: E402
+from moetier_bench.eval.quality_layers import decibels, layer_errors  # noqa: E402
+from moetier_bench.eval.quality_log import ResultLog, same_answers, verdict  # noqa: E402
+from moetier_bench.eval.quality_model import QualityModel  # noqa: E402
+from moetier_bench.eval.quality_numerics import ARITHMETICS, OURS, REFERENCE, TRUTH, VARIANTS  # noqa: E402
+from moetier_bench.eval.quality_tasks import answer_of, evaluate, groups  # noqa: E402
+from moetier_bench.eval.report import Report, Result  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -68,7 +68,7 @@ def test_the_wheel_has_every_file_of_the_package(source: Path, tmp_path: Path) -
     """Built without the extension, which takes a minute: which files of Python and data there are is the same."""
     wheel = build(source, "wheel", tmp_path, "wheel.cmake=false")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert packed == {name.removeprefix("src/") for name in tracked("src/moetier")}
+    assert packed == {name.removeprefix("src/") for name in tracked("src")}
     for what in (".json", ".toml", ".yaml", ".cu", ".cuh", ".pyi"):
         assert any(name.endswith(what) for name in packed), what
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moetier.bench.samples import figure
 from moetier.doctor.facts import DiskRate, GpuRate, KernelRate, Rates
 from moetier.errors import SettingsError
 from moetier.plan import catalog
@@ -23,6 +22,7 @@ from moetier.plan.workload import routed as routed_to
 from moetier.residency.simulate import hit_rate as simulated
 from moetier.residency.step import Step
 from moetier.residency.trace import Trace, TracedCall, TraceHeader, write_trace
+from moetier_bench.samples import figure
 
 V41 = catalog.bundled("deepseek-v4.1-flash")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "moetier"
+SOURCE = Path(__file__).parents[2] / "src"
 HOLE = "{}"
 """Stands in a template for whatever is put in at run time..."""
 PUT_IN = re.compile(r"\{\}|%[sdr]|%\.\d+f")
@@ -51,7 +51,7 @@ class Message:
     """A text of the source; `template` has HOLE where values are put in."""
 
     path: str
-    """Relative to src/moetier."""
+    """Relative to src/moetier; that of another package begins with its name."""
     line: int
     template: str
 
@@ -90,7 +90,7 @@ def _in_file(path: Path) -> Iterator[Message]:
         skipped |= set(map(id, _said(node)))
         text = _template(node)
         if text is not None and _tells_what_to_do(text):
-            yield Message(str(path.relative_to(SOURCE)), node.lineno, text)
+            yield Message(str(path.relative_to(SOURCE)).removeprefix("moetier/"), node.lineno, text)
 
 
 def _skipped(tree: ast.Module) -> Iterator[ast.AST]:

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 import moetier
-from moetier.bench import kernel
-from moetier.bench.documents import Library, Suite
-from moetier.bench.probes import Coding
-from moetier.bench.recipes import run_recipe
+from moetier.doctor.measure import kernel
+from moetier_bench.documents import Library, Suite
+from moetier_bench.probes import Coding
+from moetier_bench.recipes import run_recipe
 from tests.bench.checkouts import scripted_library
 from tests.bench.made import commit_all, git
 from tests.remedies.commands import moetier as command
@@ -75,29 +75,29 @@ HERE = [
         _nothing,
         {},
         {"model": "scripted"},
-        marks=remedy("bench/documents.py", "download {}"),
+        marks=remedy("moetier_bench/documents.py", "download {}"),
     ),
     pytest.param(
         _model(folder="nowhere"),
         _nothing,
         {},
         {"model": "scripted"},
-        marks=remedy("bench/documents.py", "expected its checkpoint"),
+        marks=remedy("moetier_bench/documents.py", "expected its checkpoint"),
     ),
-    pytest.param(_planned, _pinned, {}, {"model": "scripted"}, marks=remedy("bench/recipes.py", "is a plan")),
+    pytest.param(_planned, _pinned, {}, {"model": "scripted"}, marks=remedy("moetier_bench/recipes.py", "is a plan")),
     pytest.param(
         _nothing,
         _nothing,
         {"commit": "abc", "allow_dirty": False},
         {"commit": "git rev-parse HEAD", "allow_dirty": False},
-        marks=remedy("bench/recipes.py", "expected the 40 digits"),
+        marks=remedy("moetier_bench/recipes.py", "expected the 40 digits"),
     ),
     pytest.param(
         _nothing,
         _nothing,
         {"allow_dirty": False},
         {},
-        marks=remedy("bench/recipes.py", "a git checkout that moetier is installed from"),
+        marks=remedy("moetier_bench/recipes.py", "a git checkout that moetier is installed from"),
         id="allow-dirty",
     ),
     pytest.param(
@@ -105,7 +105,7 @@ HERE = [
         _nothing,
         {"allow_dirty": False},
         {"commit": "git rev-parse HEAD", "allow_dirty": False},
-        marks=remedy("bench/recipes.py", "a git checkout that moetier is installed from"),
+        marks=remedy("moetier_bench/recipes.py", "a git checkout that moetier is installed from"),
         id="commit",
     ),
 ]
@@ -156,7 +156,7 @@ def checkout(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     return library
 
 
-@remedy("bench/recipes.py", "a git checkout that moetier is installed from")
+@remedy("moetier_bench/recipes.py", "a git checkout that moetier is installed from")
 def test_a_checkout_is_installed_from(
     trouble: Trouble, checkout: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_checkout_is_installed_from(
 
 
 @pytest.mark.parametrize("committed", [True, False])
-@remedy("bench/recipes.py", "this tree is not clean")
+@remedy("moetier_bench/recipes.py", "this tree is not clean")
 def test_a_tree_is_committed(trouble: Trouble, checkout: Library, committed: bool) -> None:
     (checkout.root / "file").write_text("y")
     with trouble:
@@ -180,7 +180,7 @@ def test_a_tree_is_committed(trouble: Trouble, checkout: Library, committed: boo
     trouble.gone()
 
 
-@remedy("bench/recipes.py", "a result of a changed tree")
+@remedy("moetier_bench/recipes.py", "a result of a changed tree")
 def test_a_changed_trees_result_goes_elsewhere(trouble: Trouble, checkout: Library, tmp_path: Path) -> None:
     (checkout.root / "file").write_text("y")
     with trouble:
@@ -189,7 +189,7 @@ def test_a_changed_trees_result_goes_elsewhere(trouble: Trouble, checkout: Libra
     trouble.gone()
 
 
-@remedy("bench/recipes.py", "--commit is for a copy without git")
+@remedy("moetier_bench/recipes.py", "--commit is for a copy without git")
 def test_a_checkout_knows_its_commit(trouble: Trouble, checkout: Library) -> None:
     with trouble:
         _run(checkout, commit=REVISION)
@@ -197,7 +197,7 @@ def test_a_checkout_knows_its_commit(trouble: Trouble, checkout: Library) -> Non
     trouble.gone()
 
 
-@remedy("bench/result.py", "commit a change first")
+@remedy("moetier_bench/result.py", "commit a change first")
 def test_a_result_of_another_commit(trouble: Trouble, checkout: Library) -> None:
     _run(checkout, allow_dirty=False)
     with trouble:
@@ -216,8 +216,8 @@ def _below_a_file(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "out",
     [
-        pytest.param(_below_a_file, marks=remedy("bench/result.py", "cannot be made")),
-        pytest.param(lambda _: Path("/proc"), marks=remedy("bench/result.py", "MiB that can be written")),
+        pytest.param(_below_a_file, marks=remedy("moetier_bench/result.py", "cannot be made")),
+        pytest.param(lambda _: Path("/proc"), marks=remedy("moetier_bench/result.py", "MiB that can be written")),
     ],
 )
 def test_a_result_goes_to_another_folder(
@@ -229,7 +229,7 @@ def test_a_result_goes_to_another_folder(
     trouble.gone()
 
 
-@remedy("bench/here.py", "moetier bench machine")
+@remedy("moetier_bench/here.py", "moetier bench machine")
 def test_this_machine_is_written_down(trouble: Trouble, library: Library) -> None:
     (library.root / "machines" / "here.yaml").unlink()
     with trouble:
@@ -240,7 +240,7 @@ def test_this_machine_is_written_down(trouble: Trouble, library: Library) -> Non
 
 
 @pytest.mark.parametrize("removed", [True, False])
-@remedy("cli/bench/documents.py", "name the machine otherwise")
+@remedy("moetier_bench/cli/documents.py", "name the machine otherwise")
 def test_a_machine_of_that_name(trouble: Trouble, library: Library, removed: bool) -> None:
     def machine(name: str) -> None:
         command("bench", "machine", name, "--summary", "x", "--root", library.root)
@@ -253,7 +253,7 @@ def test_a_machine_of_that_name(trouble: Trouble, library: Library, removed: boo
     trouble.gone()
 
 
-@remedy("bench/documents.py", "`moetier bench list` shows what is")
+@remedy("moetier_bench/documents.py", "`moetier bench list` shows what is")
 def test_a_recipe_that_is_not_there(trouble: Trouble, library: Library) -> None:
     with trouble:
         command("bench", "show", "recipe", "nano/dran", "--root", library.root)
@@ -262,7 +262,7 @@ def test_a_recipe_that_is_not_there(trouble: Trouble, library: Library) -> None:
     trouble.gone()
 
 
-@remedy("bench/documents.py", "correct or remove it")
+@remedy("moetier_bench/documents.py", "correct or remove it")
 def test_a_document_that_cannot_be_read(trouble: Trouble, library: Library) -> None:
     path = library.root / "recipes" / "nano" / "other.yaml"
     path.mkdir()
@@ -273,7 +273,7 @@ def test_a_document_that_cannot_be_read(trouble: Trouble, library: Library) -> N
     trouble.gone()
 
 
-@remedy("bench/kernel.py", "whose records are larger than the caches")
+@remedy("doctor/measure/kernel.py", "whose records are larger than the caches")
 def test_a_kernel_faster_than_its_memory(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where another program slows the readings of the memory."""
     read = kernel.read_bandwidth

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from moetier.bench import kernel
-from moetier.bench.corpus import Prompts
-from moetier.bench.documents import Recipe, Suite
-from moetier.bench.endpoint import connect
-from moetier.bench.meter import Meter
-from moetier.bench.probes import Decode
-from moetier.bench.probes.base import Target
-from moetier.bench.prove import write_proof
-from moetier.bench.result import Result, to_text, write_result
-from moetier.bench.samples import Cell
-from moetier.bench.sweep import Measured, sweep
+from moetier.doctor.measure import kernel
+from moetier_bench.corpus import Prompts
+from moetier_bench.documents import Recipe, Suite
+from moetier_bench.endpoint import connect
+from moetier_bench.meter import Meter
+from moetier_bench.probes import Decode
+from moetier_bench.probes.base import Target
+from moetier_bench.prove import write_proof
+from moetier_bench.result import Result, to_text, write_result
+from moetier_bench.samples import Cell
+from moetier_bench.sweep import Measured, sweep
 from tests.bench.made import checkout, commit_all, git, made, recipe
 from tests.bench.scripted import Script
 from tests.bench.simulated import simulated
@@ -56,18 +56,21 @@ def _copied(path: Path) -> None:
     ("damage", "cure"),
     [
         pytest.param(
-            lambda path: path.unlink(), _restore, marks=remedy("bench/check.py", "but gone: restore it"), id="gone"
+            lambda path: path.unlink(),
+            _restore,
+            marks=remedy("moetier_bench/check.py", "but gone: restore it"),
+            id="gone",
         ),
         pytest.param(
             lambda path: path.write_bytes(path.read_bytes() + b"\n"),
             _restore,
-            marks=remedy("bench/check.py", "not the file that was listed"),
+            marks=remedy("moetier_bench/check.py", "not the file that was listed"),
             id="edited",
         ),
         pytest.param(
             _copied,
             lambda _, path: path.with_name("copy.json").unlink(),
-            marks=remedy("bench/check.py", "not listed in"),
+            marks=remedy("moetier_bench/check.py", "not listed in"),
             id="copied",
         ),
     ],
@@ -88,7 +91,7 @@ def test_results_are_restored(
     trouble.gone()
 
 
-@remedy("bench/result.py", "expected a result of `moetier bench run`")
+@remedy("moetier_bench/result.py", "expected a result of `moetier bench run`")
 def test_what_is_no_result(trouble: Trouble, results: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with trouble:
@@ -97,7 +100,7 @@ def test_what_is_no_result(trouble: Trouble, results: tuple[Path, Path], tmp_pat
     trouble.gone()
 
 
-@remedy("cli/bench/results.py", "--only {}: expected")
+@remedy("moetier_bench/cli/results.py", "--only {}: expected")
 def test_a_part_that_is_compared(trouble: Trouble, results: tuple[Path, Path]) -> None:
     with trouble:
         moetier("bench", "compare", *results[1:], *results[1:], "--only", "size")
@@ -116,14 +119,16 @@ def _proof() -> Result:
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(b"{}", marks=remedy("bench/prove.py", "expected a file that `moetier prove` wrote"), id="other"),
+        pytest.param(
+            b"{}", marks=remedy("moetier_bench/prove.py", "expected a file that `moetier prove` wrote"), id="other"
+        ),
         pytest.param(
             gzip.compress(b"half")[:9],
-            marks=remedy("bench/prove.py", "expected a file that `moetier prove` wrote"),
+            marks=remedy("moetier_bench/prove.py", "expected a file that `moetier prove` wrote"),
             id="cut",
         ),
         pytest.param(
-            None, marks=remedy("bench/prove.py", "not written by `moetier prove MODEL OUT`"), id="result-of-run"
+            None, marks=remedy("moetier_bench/prove.py", "not written by `moetier prove MODEL OUT`"), id="result-of-run"
         ),
     ],
 )
@@ -139,7 +144,7 @@ def test_what_is_no_proof(trouble: Trouble, results: tuple[Path, Path], tmp_path
     trouble.gone()
 
 
-@remedy("bench/prove.py", "is there already; name another file")
+@remedy("moetier_bench/prove.py", "is there already; name another file")
 def test_a_proof_is_a_new_file(trouble: Trouble, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("mine")
     with trouble:
@@ -177,12 +182,16 @@ def _written(name: str, data: bytes) -> Callable[[Path], Path]:
 @pytest.mark.parametrize(
     "state",
     [
-        pytest.param(lambda folder: folder, marks=remedy("bench/sweep.py", "is no file; name another"), id="folder"),
         pytest.param(
-            lambda folder: folder / "no" / "x", marks=remedy("bench/sweep.py", "cannot be written"), id="no-folder"
+            lambda folder: folder, marks=remedy("moetier_bench/sweep.py", "is no file; name another"), id="folder"
         ),
-        pytest.param(_written("x", b"a\nb\n"), marks=remedy("bench/sweep.py", "is no state of a sweep (")),
-        pytest.param(_written("x", b"mine"), marks=remedy("bench/sweep.py", "is no state of a sweep: found")),
+        pytest.param(
+            lambda folder: folder / "no" / "x",
+            marks=remedy("moetier_bench/sweep.py", "cannot be written"),
+            id="no-folder",
+        ),
+        pytest.param(_written("x", b"a\nb\n"), marks=remedy("moetier_bench/sweep.py", "is no state of a sweep (")),
+        pytest.param(_written("x", b"mine"), marks=remedy("moetier_bench/sweep.py", "is no state of a sweep: found")),
     ],
 )
 def test_a_sweep_writes_another_state(trouble: Trouble, tmp_path: Path, state: Callable[[Path], Path]) -> None:
@@ -193,7 +202,7 @@ def test_a_sweep_writes_another_state(trouble: Trouble, tmp_path: Path, state: C
 
 
 @pytest.mark.parametrize("waited", [True, False])
-@remedy("bench/sweep.py", "another sweep is writing")
+@remedy("moetier_bench/sweep.py", "another sweep is writing")
 def test_one_sweep_at_a_time(trouble: Trouble, tmp_path: Path, waited: bool) -> None:
     with _held(tmp_path / "x"):
         with trouble:
@@ -206,7 +215,7 @@ def test_one_sweep_at_a_time(trouble: Trouble, tmp_path: Path, waited: bool) -> 
 
 
 @pytest.mark.parametrize("shorter", [True, False], ids=["shorter", "more-positions"])
-@remedy("bench/probes/decode.py", "shorten it, or give the model more positions")
+@remedy("moetier_bench/probes/decode.py", "shorten it, or give the model more positions")
 def test_a_window_that_the_streams_fill(trouble: Trouble, shorter: bool) -> None:
     def cell(seconds: float, positions: int) -> Cell:
         probe = Decode(levels=(1,), repeats=1, seconds=seconds, warmup_seconds=0.02)
@@ -227,7 +236,7 @@ def test_a_window_that_the_streams_fill(trouble: Trouble, shorter: bool) -> None
     trouble.gone()
 
 
-@remedy("bench/kernel.py", "choose a smaller shape")
+@remedy("doctor/measure/kernel.py", "choose a smaller shape")
 def test_a_shape_that_memory_has_no_room_for(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "SECONDS_PER_ROW", 0.0)
     one = ("bench", "kernel", "-M", "1", "--threads", "1", "--shape")
@@ -240,7 +249,7 @@ def test_a_shape_that_memory_has_no_room_for(trouble: Trouble, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("package", "project"), [("aiohttp", "aiohttp"), ("psutil", "psutil"), ("scipy", "scipy"), ("yaml", "PyYAML")]
 )
-@remedy("cli/bench/common.py", "pip install 'moetier[bench]'")
+@remedy("moetier_bench/cli/common.py", "pip install 'moetier[bench]'")
 def test_the_packages_of_the_extra(
     trouble: Trouble, package: str, project: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

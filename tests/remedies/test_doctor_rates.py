@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moetier.bench import kernel as bench
 from moetier.cli import app
 from moetier.decision.installed import installed
 from moetier.doctor import cache, judge_rates
 from moetier.doctor.cache import load_rates, rates_file
 from moetier.doctor.facts import DramRate, KernelRate, Rates
 from moetier.doctor.measure import cpu as cpu_measure
+from moetier.doctor.measure import kernel as bench
 from moetier.kernels.cpu import ThreadPool, integer_peak
 from tests.decision import made
 from tests.doctor.measuring import little_to_measure

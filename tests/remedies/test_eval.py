@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from moetier.eval.compare import compare
-from moetier.eval.items import Item
-from moetier.eval.quality_log import ResultLog
-from moetier.eval.report import Report, Result
+from moetier_bench.eval.compare import compare
+from moetier_bench.eval.items import Item
+from moetier_bench.eval.quality_log import ResultLog
+from moetier_bench.eval.report import Report, Result
 from tests.remedies.commands import moetier
 from tests.remedies.trouble import Trouble
 
@@ -93,7 +93,7 @@ def sets(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("parsers", [True, False], ids=["parsers", "no-tools"])
-@remedy("eval/ask.py", "start the server with the model's parsers")
+@remedy("moetier_bench/eval/ask.py", "start the server with the model's parsers")
 def test_tools_want_a_parser(trouble: Trouble, sets: Path, parsers: bool) -> None:
     with serving(Served()) as url, trouble:
         moetier("eval", "--url", url, "--sets", sets)
@@ -105,13 +105,13 @@ def test_tools_want_a_parser(trouble: Trouble, sets: Path, parsers: bool) -> Non
 
 
 def test_the_parsers_options_are_vllms() -> None:
-    from moetier.eval.ask import PARSERS
+    from moetier_bench.eval.ask import PARSERS
     from tests.serve.server import PARSERS as GIVEN
 
     assert " ".join(GIVEN) in PARSERS, "tests/serve asks a server with these"
 
 
-@remedy("eval/ask.py", "name one with --model")
+@remedy("moetier_bench/eval/ask.py", "name one with --model")
 def test_one_of_two_models(trouble: Trouble, sets: Path) -> None:
     with serving(Served(models=("m", "n"))) as url:
         with trouble:
@@ -120,7 +120,7 @@ def test_one_of_two_models(trouble: Trouble, sets: Path) -> None:
     trouble.gone()
 
 
-@remedy("eval/ask.py", "pip install 'moetier[eval]'")
+@remedy("moetier_bench/eval/ask.py", "pip install 'moetier[eval]'")
 def test_the_package_of_the_extra(trouble: Trouble, sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Served()) as url:
         with monkeypatch.context() as without, trouble:
@@ -134,7 +134,7 @@ def test_the_package_of_the_extra(trouble: Trouble, sets: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["started", "its-address"])
-@remedy("eval/ask.py", "start the server, or give its address with --url")
+@remedy("moetier_bench/eval/ask.py", "start the server, or give its address with --url")
 def test_a_server_that_runs(trouble: Trouble, sets: Path, started: bool) -> None:
     with serving(Served()) as url:
         free = url  # once it has ended, nobody listens there
@@ -145,7 +145,7 @@ def test_a_server_that_runs(trouble: Trouble, sets: Path, started: bool) -> None
     trouble.gone()
 
 
-@remedy("eval/items.py", "name their folder with --sets")
+@remedy("moetier_bench/eval/items.py", "name their folder with --sets")
 def test_a_folder_of_sets(trouble: Trouble, sets: Path, tmp_path: Path) -> None:
     with serving(Served()) as url:
         with trouble:
@@ -154,7 +154,7 @@ def test_a_folder_of_sets(trouble: Trouble, sets: Path, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("eval/report.py", "name another file with --out")
+@remedy("moetier_bench/eval/report.py", "name another file with --out")
 def test_results_in_another_file(trouble: Trouble, sets: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with serving(Served()) as url:
@@ -166,7 +166,7 @@ def test_results_in_another_file(trouble: Trouble, sets: Path, tmp_path: Path) -
     trouble.gone()
 
 
-@remedy("eval/report.py", "make one with `moetier eval --out FILE`")
+@remedy("moetier_bench/eval/report.py", "make one with `moetier eval --out FILE`")
 def test_what_is_no_result_file(trouble: Trouble, sets: Path, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with trouble:
@@ -183,8 +183,12 @@ RESULT = Result("copy", 0, "digest", False, correct=True)
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param(replace(RESULT, task="json"), marks=remedy("eval/compare.py", "have no item in common")),
-        pytest.param(replace(RESULT, digest="another"), marks=remedy("eval/compare.py", "is another question")),
+        pytest.param(
+            replace(RESULT, task="json"), marks=remedy("moetier_bench/eval/compare.py", "have no item in common")
+        ),
+        pytest.param(
+            replace(RESULT, digest="another"), marks=remedy("moetier_bench/eval/compare.py", "is another question")
+        ),
     ],
 )
 def test_two_evaluations_of_the_same_sets(trouble: Trouble, other: Result) -> None:
@@ -228,20 +232,22 @@ def _removed(path: Path) -> Path:
         pytest.param(
             lambda path: _add(path, RIGHT, model="another"),
             lambda path: path.with_name("another"),
-            marks=remedy("eval/quality_log.py", "name another file"),
+            marks=remedy("moetier_bench/eval/quality_log.py", "name another file"),
         ),
         pytest.param(
             lambda path: _add(path, RIGHT, RIGHT),
             _without_a_line,
-            marks=remedy("eval/quality_log.py", "remove one of its lines"),
+            marks=remedy("moetier_bench/eval/quality_log.py", "remove one of its lines"),
         ),
         pytest.param(
             lambda path: path.write_text("hello\n"),
             _removed,
-            marks=remedy("eval/quality_log.py", "expected results of a quality evaluation"),
+            marks=remedy("moetier_bench/eval/quality_log.py", "expected results of a quality evaluation"),
         ),
         pytest.param(
-            lambda path: _add(path, RESULT), _removed, marks=remedy("eval/quality_log.py", "was another question")
+            lambda path: _add(path, RESULT),
+            _removed,
+            marks=remedy("moetier_bench/eval/quality_log.py", "was another question"),
         ),
     ],
 )

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from moetier.errors import MoetierError
-from moetier.stack.lock import Lock, only_writer, save_lock
-from moetier.stack.workspace import patch_hash
+from moetier_stack.lock import Lock, only_writer, save_lock
+from moetier_stack.workspace import patch_hash
 from tests.remedies.commands import moetier
 from tests.remedies.stacks import carry_path, lock_and_verify, stack
 from tests.remedies.trouble import Trouble
@@ -42,7 +42,7 @@ BAD_LOCKS: dict[str, Step] = {
 
 @pytest.mark.parametrize("restored", [True, False], ids=["restored", "chosen-anew"])
 @pytest.mark.parametrize("damage", BAD_LOCKS.values(), ids=BAD_LOCKS)
-@remedy("stack/lock.py", "restore it from the history")
+@remedy("moetier_stack/lock.py", "restore it from the history")
 def test_a_lock_that_is_not_as_it_was_written(trouble: Trouble, locked: Demo, damage: Step, restored: bool) -> None:
     path = locked.space.lock_path
     before = path.read_bytes()
@@ -101,14 +101,14 @@ RELOCK = [
     pytest.param(
         _renamed_source,
         lambda demo: _tree(demo, "plain"),
-        marks=remedy("stack/workspace.py", "source {} is not locked"),
+        marks=remedy("moetier_stack/workspace.py", "source {} is not locked"),
         id="source",
     ),
 ]
 
 
 @pytest.mark.parametrize(("damage", "act"), RELOCK)
-@remedy("stack/lock.py", "run `moetier stack lock`")
+@remedy("moetier_stack/lock.py", "run `moetier stack lock`")
 def test_locked_anew(trouble: Trouble, locked: Demo, damage: Step, act: Step) -> None:
     damage(locked)
     with trouble:
@@ -127,7 +127,7 @@ def _locked_as(demo: Demo, change: Callable[[dict[str, Any]], None]) -> None:
     save_lock(demo.space.lock_path, Lock.model_validate(values))
 
 
-@remedy("stack/verify.py", "run `moetier stack lock --update")
+@remedy("moetier_stack/verify.py", "run `moetier stack lock --update")
 def test_a_tree_that_is_not_the_locked_one(trouble: Trouble, locked: Demo) -> None:
     _locked_as(locked, lambda values: values["sources"]["demo"].update(tree="0" * 64))
     with trouble:
@@ -139,7 +139,7 @@ def test_a_tree_that_is_not_the_locked_one(trouble: Trouble, locked: Demo) -> No
 
 
 @pytest.mark.parametrize("restored", [True, False])
-@remedy("stack/verify.py", "a hunk was lost, or a carry changed")
+@remedy("moetier_stack/verify.py", "a hunk was lost, or a carry changed")
 def test_a_lost_hunk(trouble: Trouble, locked: Demo, restored: bool) -> None:
     path, lock = carry_path(locked, "polite"), locked.space.lock_path
     before, written = path.read_bytes(), lock.read_bytes()
@@ -158,7 +158,7 @@ def test_a_lost_hunk(trouble: Trouble, locked: Demo, restored: bool) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["not-excluded", "another-wheel"])
-@remedy("stack/verify.py", "take another wheel, or do not exclude it")
+@remedy("moetier_stack/verify.py", "take another wheel, or do not exclude it")
 def test_a_file_that_is_excluded(trouble: Trouble, demo: Demo, kept: bool) -> None:
     demo.write(more='[profiles.patched.exclude]\nfiles = ["demo/data.*"]\n')
     stack(demo, "lock")
@@ -173,7 +173,7 @@ def test_a_file_that_is_excluded(trouble: Trouble, demo: Demo, kept: bool) -> No
     trouble.gone()
 
 
-@remedy("cli/stack.py", "install it: pip install")
+@remedy("moetier_stack/cli.py", "install it: pip install")
 def test_a_wheel_is_installed(trouble: Trouble, locked: Demo) -> None:
     trouble.said(stack(locked, "wheel", "-p", "patched", "--out", locked.folder / "dist"))
     pip, *install = trouble.text.partition("install it: ")[2].split()
@@ -188,10 +188,10 @@ def test_a_wheel_is_installed(trouble: Trouble, locked: Demo) -> None:
     [
         pytest.param(
             lambda demo: stack(demo, "wheel", "-p", "patched", "--out", demo.folder / "dist"),
-            marks=remedy("stack/build.py", "see `moetier stack verify`"),
+            marks=remedy("moetier_stack/build.py", "see `moetier stack verify`"),
         ),
         pytest.param(
-            lambda demo: _tree(demo, "patched"), marks=remedy("stack/rebase.py", "see `moetier stack verify`")
+            lambda demo: _tree(demo, "patched"), marks=remedy("moetier_stack/rebase.py", "see `moetier stack verify`")
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_verify_says_why_it_is_not_the_locked_one(trouble: Trouble, locked: Demo
     trouble.gone()
 
 
-@remedy("stack/lock.py", "is being locked by another process")
+@remedy("moetier_stack/lock.py", "is being locked by another process")
 def test_another_process_locks(trouble: Trouble, locked: Demo) -> None:
     with only_writer(locked.folder / "stack"), trouble:
         stack(locked, "lock")
@@ -214,7 +214,7 @@ def test_another_process_locks(trouble: Trouble, locked: Demo) -> None:
     trouble.gone()
 
 
-@remedy("stack/definition.py", "name the folder of stack.toml with --stack")
+@remedy("moetier_stack/definition.py", "name the folder of stack.toml with --stack")
 def test_no_definition_here(trouble: Trouble, locked: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "stack")
     cache = ("--cache", tmp_path / "cache")
@@ -230,22 +230,22 @@ def test_no_definition_here(trouble: Trouble, locked: Demo, tmp_path: Path, monk
         pytest.param(
             ("lock", "--update", "demo=one"),
             ("lock", "--update", "demo=1.0"),
-            marks=remedy("stack/relock.py", "expected PROJECT or PROJECT=VERSION"),
+            marks=remedy("moetier_stack/relock.py", "expected PROJECT or PROJECT=VERSION"),
         ),
         pytest.param(
             ("lock", "--update", "deno"),
             ("lock", "--update", "demo"),
-            marks=remedy("stack/relock.py", "no source is of that project"),
+            marks=remedy("moetier_stack/relock.py", "no source is of that project"),
         ),
         pytest.param(
             ("lock", "--image", "plain"),
             ("lock", "--image", f"plain={DIGEST}"),
-            marks=remedy("cli/stack.py", "expected PROFILE=sha256"),
+            marks=remedy("moetier_stack/cli.py", "expected PROFILE=sha256"),
         ),
         pytest.param(
             ("lock", "--image", f"plain={DIGEST}", "--update", "demo"),
             ("lock", "--image", f"plain={DIGEST}"),
-            marks=remedy("cli/stack.py", "no --update with it"),
+            marks=remedy("moetier_stack/cli.py", "no --update with it"),
         ),
     ],
 )
@@ -258,7 +258,7 @@ def test_the_command_line_put_right(
     trouble.gone()
 
 
-@remedy("stack/rebase.py", "name a new folder")
+@remedy("moetier_stack/rebase.py", "name a new folder")
 def test_a_tree_is_written_to_a_new_folder(trouble: Trouble, locked: Demo) -> None:
     (locked.folder / "mine").mkdir()
     (locked.folder / "mine" / "file").write_text("mine")
@@ -269,7 +269,7 @@ def test_a_tree_is_written_to_a_new_folder(trouble: Trouble, locked: Demo) -> No
 
 
 @pytest.mark.parametrize("way", ["twice", "cut"])
-@remedy("stack/archive.py", "the index offers it so; choose another version")
+@remedy("moetier_stack/archive.py", "the index offers it so; choose another version")
 def test_a_release_that_cannot_be_unpacked(trouble: Trouble, locked: Demo, way: str) -> None:
     """As its project published it: the index names these very bytes."""
     for version in ("1.1", "1.2"):
@@ -284,7 +284,7 @@ def test_a_release_that_cannot_be_unpacked(trouble: Trouble, locked: Demo, way: 
     trouble.gone()
 
 
-@remedy("stack/wheel.py", "make room there, or name another folder")
+@remedy("moetier_stack/wheel.py", "make room there, or name another folder")
 def test_a_wheel_is_written_to_another_folder(trouble: Trouble, locked: Demo) -> None:
     (locked.folder / "dist").write_text("a file")
     with trouble:
@@ -293,7 +293,7 @@ def test_a_wheel_is_written_to_another_folder(trouble: Trouble, locked: Demo) ->
     trouble.gone()
 
 
-@remedy("stack/workspace.py", "constraints {}: there is no {}")
+@remedy("moetier_stack/workspace.py", "constraints {}: there is no {}")
 def test_constraints_corrected(trouble: Trouble, demo: Demo) -> None:
     demo.write(more='constraints = ["pins.txt"]')
     (demo.folder / "stack" / "pinned.txt").write_text("extra==1.0\n")
@@ -304,7 +304,7 @@ def test_constraints_corrected(trouble: Trouble, demo: Demo) -> None:
     trouble.gone()
 
 
-@remedy("stack/verify.py", "is excluded and locked")
+@remedy("moetier_stack/verify.py", "is excluded and locked")
 def test_what_is_excluded_is_left_out(trouble: Trouble, demo: Demo) -> None:
     demo.release.files["demo-1.0-py3-none-any.whl"] = wheel_bytes("1.0", FILES, requires="extra")
     demo.release.files["extra-1.0-py3-none-any.whl"] = wheel_bytes("1.0", {"extra.py": ""}, "extra")

@@ -114,36 +114,46 @@ def _parts(demo: Demo) -> None:
 
 
 FAULTS = [
-    pytest.param(_changed(_twice), polite, marks=remedy("stack/patch.py", "is in it twice")),
+    pytest.param(_changed(_twice), polite, marks=remedy("moetier_stack/patch.py", "is in it twice")),
     pytest.param(
-        _changed(lambda data: data[: data.index(MARK)]), _nothing, marks=remedy("stack/patch.py", "it changes nothing;")
+        _changed(lambda data: data[: data.index(MARK)]),
+        _nothing,
+        marks=remedy("moetier_stack/patch.py", "it changes nothing;"),
     ),
     pytest.param(
-        _changed(lambda data: data.replace(b"\n", b"\r\n")), polite, marks=remedy("stack/patch.py", "carriage returns")
+        _changed(lambda data: data.replace(b"\n", b"\r\n")),
+        polite,
+        marks=remedy("moetier_stack/patch.py", "carriage returns"),
     ),
     pytest.param(
-        _changed(lambda data: data[data.index(MARK) :]), polite, marks=remedy("stack/patch.py", "not of git format")
+        _changed(lambda data: data[data.index(MARK) :]),
+        polite,
+        marks=remedy("moetier_stack/patch.py", "not of git format"),
     ),
-    pytest.param(_changed(_renamed), polite, marks=remedy("stack/patch.py", "it renames")),
+    pytest.param(_changed(_renamed), polite, marks=remedy("moetier_stack/patch.py", "it renames")),
     pytest.param(
-        _changed(lambda data: data[: data.index(b"@@ -")]), polite, marks=remedy("stack/patch.py", "has no hunk")
+        _changed(lambda data: data[: data.index(b"@@ -")]),
+        polite,
+        marks=remedy("moetier_stack/patch.py", "has no hunk"),
     ),
-    pytest.param(_changed(_without_change), polite, marks=remedy("stack/patch.py", "{} changes nothing; write")),
-    pytest.param(_two_of_one_file, _one_of_one_file, marks=remedy("stack/patch.py", "create or delete")),
-    pytest.param(_two_on_one_line, _one_on_one_line, marks=remedy("stack/patch.py", "at line")),
-    pytest.param(_mixed("test"), _parted, marks=remedy("stack/patch.py", "is outside tests/")),
-    pytest.param(_mixed("runtime"), _parted, marks=remedy("stack/patch.py", "is a test, and")),
+    pytest.param(
+        _changed(_without_change), polite, marks=remedy("moetier_stack/patch.py", "{} changes nothing; write")
+    ),
+    pytest.param(_two_of_one_file, _one_of_one_file, marks=remedy("moetier_stack/patch.py", "create or delete")),
+    pytest.param(_two_on_one_line, _one_on_one_line, marks=remedy("moetier_stack/patch.py", "at line")),
+    pytest.param(_mixed("test"), _parted, marks=remedy("moetier_stack/patch.py", "is outside tests/")),
+    pytest.param(_mixed("runtime"), _parted, marks=remedy("moetier_stack/patch.py", "is a test, and")),
     pytest.param(
         _changed(lambda data: data.replace(b"demo/app.py", b"../demo/app.py")),
         polite,
-        marks=remedy("stack/patch.py", "make the patch in the root of the tree"),
+        marks=remedy("moetier_stack/patch.py", "make the patch in the root of the tree"),
     ),
-    pytest.param(_native, _from_source, marks=remedy("stack/patch.py", "set build =")),
-    pytest.param(_large, _parts, marks=remedy("stack/workspace.py", "make several carries of it")),
+    pytest.param(_native, _from_source, marks=remedy("moetier_stack/patch.py", "set build =")),
+    pytest.param(_large, _parts, marks=remedy("moetier_stack/workspace.py", "make several carries of it")),
     pytest.param(
         lambda demo: (polite(demo), drop(demo, "polite")),
         polite,
-        marks=remedy("stack/workspace.py", "put its patch there"),
+        marks=remedy("moetier_stack/workspace.py", "put its patch there"),
     ),
 ]
 
@@ -159,7 +169,7 @@ def test_a_carry_is_put_right(trouble: Trouble, demo: Demo, damage: Step, cure: 
 
 
 @pytest.mark.parametrize("name", ["named", "removed"])
-@remedy("stack/verify.py", "no carry of stack.toml names it")
+@remedy("moetier_stack/verify.py", "no carry of stack.toml names it")
 def test_a_stray_patch(trouble: Trouble, demo: Demo, name: str) -> None:
     polite(demo)
     stack(demo, "lock")
@@ -176,8 +186,8 @@ def test_a_stray_patch(trouble: Trouble, demo: Demo, name: str) -> None:
     trouble.gone()
 
 
-@remedy("stack/patch.py", "it creates")
-@remedy("stack/upstream.py", "drop the carry when you move there")
+@remedy("moetier_stack/patch.py", "it creates")
+@remedy("moetier_stack/upstream.py", "drop the carry when you move there")
 def test_a_file_that_came_from_upstream(trouble: Trouble, demo: Demo, tmp_path: Path) -> None:
     demo.write(("new", _create("new", "a")(demo)))
     stack(demo, "lock")
@@ -200,10 +210,10 @@ def _follow(demo: Demo, printed: str) -> None:
     subprocess.run(["bash", "-c", command[1]], check=True, cwd=demo.folder)
 
 
-@remedy("stack/patch.py", "does not stand there")
-@remedy("stack/upstream.py", "moetier stack rebase")
-@remedy("cli/stack.py", "git -C")
-@remedy("cli/stack.py", "went on without a conflict")
+@remedy("moetier_stack/patch.py", "does not stand there")
+@remedy("moetier_stack/upstream.py", "moetier stack rebase")
+@remedy("moetier_stack/cli.py", "git -C")
+@remedy("moetier_stack/cli.py", "went on without a conflict")
 def test_lines_that_moved(trouble: Trouble, demo: Demo, tmp_path: Path) -> None:
     polite(demo)
     stack(demo, "lock")
@@ -228,9 +238,9 @@ CONFLICTS = [
         POLITE,
         replacing("demo/app.py", '"Dear "', '"Sir "')(FILES),
         marks=[
-            remedy("stack/patch.py", "does not stand there"),
-            remedy("stack/upstream.py", "moetier stack rebase"),
-            remedy("cli/stack.py", "resolve the conflict"),
+            remedy("moetier_stack/patch.py", "does not stand there"),
+            remedy("moetier_stack/upstream.py", "moetier stack rebase"),
+            remedy("moetier_stack/cli.py", "resolve the conflict"),
         ],
         id="rewritten",
     ),
@@ -238,16 +248,19 @@ CONFLICTS = [
         POLITE,
         {**GONE, "demo/main.py": FILES["demo/app.py"].replace("Dear", "Sir").replace("total", "sum_of_all")},
         marks=[
-            remedy("stack/patch.py", "is not in {}; see"),
-            remedy("stack/upstream.py", "moetier stack rebase"),
-            remedy("cli/stack.py", "resolve the conflict"),
+            remedy("moetier_stack/patch.py", "is not in {}; see"),
+            remedy("moetier_stack/upstream.py", "moetier stack rebase"),
+            remedy("moetier_stack/cli.py", "resolve the conflict"),
         ],
         id="file-gone",
     ),
     pytest.param(
         TWO_HUNKS,
         replacing("demo/app.py", '"Dear " + name', '"Dearest " + name')(FILES),
-        marks=[remedy("stack/patch.py", "does not stand there"), remedy("stack/upstream.py", "drop what landed")],
+        marks=[
+            remedy("moetier_stack/patch.py", "does not stand there"),
+            remedy("moetier_stack/upstream.py", "drop what landed"),
+        ],
         id="half-landed",
     ),
 ]

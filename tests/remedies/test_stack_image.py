@@ -33,7 +33,7 @@ def _install_git(programs: Path) -> None:
     (programs / "git").symlink_to(git)
 
 
-@remedy("stack/git.py", "git is not installed")
+@remedy("moetier_stack/git.py", "git is not installed")
 def test_git_is_installed(trouble: Trouble, locked: Demo, programs: Path) -> None:
     with trouble:
         stack(locked, "verify")
@@ -56,8 +56,8 @@ def build_wheel(folder, *_):
 """The build of a project called moetier that compiles nothing."""
 
 
-@remedy("cli/stack.py", "an image needs moetier's own wheel")
-@remedy("stack/image.py", "expected moetier's own wheel")
+@remedy("moetier_stack/cli.py", "an image needs moetier's own wheel")
+@remedy("moetier_stack/image.py", "expected moetier's own wheel")
 def test_an_image_with_our_wheel(
     trouble: Trouble, locked: Demo, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +77,7 @@ def test_an_image_with_our_wheel(
 
 
 @pytest.mark.parametrize("removed", [True, False], ids=["removed", "another"])
-@remedy("stack/image.py", "remove it, or name another with --context")
+@remedy("moetier_stack/image.py", "remove it, or name another with --context")
 def test_an_images_context_is_new(trouble: Trouble, locked: Demo, programs: Path, removed: bool) -> None:
     ours = locked.folder / "moetier-1.0-py3-none-any.whl"
     ours.write_bytes(wheel_bytes("1.0", {}, "moetier"))

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from moetier.stack.git import git
-from moetier.stack.index import LARGEST_PAGE
-from moetier.stack.relock import relock
+from moetier_stack.git import git
+from moetier_stack.index import LARGEST_PAGE
+from moetier_stack.relock import relock
 from tests.remedies.stacks import in_cache, lock_and_verify, shifted, stack
 from tests.remedies.trouble import Trouble
 from tests.stack.project import FILES, POLITE, Demo, Release, sdist_bytes, serving, wheel_bytes
@@ -57,7 +57,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("name", "data"), BAD_FILES.values(), ids=BAD_FILES)
-@remedy("stack/archive.py", "choose another version")
+@remedy("moetier_stack/archive.py", "choose another version")
 def test_a_release_that_cannot_be_used(trouble: Trouble, demo: Demo, name: str, data: bytes) -> None:
     demo.write()
     demo.release.add("1.1", FILES)
@@ -105,9 +105,9 @@ BAD_INDEXES = {
     "not-html": (_page(b"\0" * (LARGEST_PAGE + 1)), ()),
     "not-there": (
         _at(lambda demo: demo.index.replace("/simple/", "/nothing/")),
-        [remedy("stack/index.py", "the index answers")],
+        [remedy("moetier_stack/index.py", "the index answers")],
     ),
-    "not-reachable": (_at(lambda _: "http://127.0.0.1:9/"), [remedy("stack/index.py", "cannot be reached")]),
+    "not-reachable": (_at(lambda _: "http://127.0.0.1:9/"), [remedy("moetier_stack/index.py", "cannot be reached")]),
     "no-scheme": (_at(lambda _: "ftp://index/"), ()),
 }
 
@@ -115,7 +115,7 @@ BAD_INDEXES = {
 @pytest.mark.parametrize(
     ("damage"), [pytest.param(damage, marks=marks, id=name) for name, (damage, marks) in BAD_INDEXES.items()]
 )
-@remedy("stack/index.py", "correct the index")
+@remedy("moetier_stack/index.py", "correct the index")
 def test_an_index_is_corrected(trouble: Trouble, demo: Demo, damage: Step) -> None:
     demo.write()
     damage(demo)
@@ -126,7 +126,7 @@ def test_an_index_is_corrected(trouble: Trouble, demo: Demo, damage: Step) -> No
     trouble.gone()
 
 
-@remedy("stack/index.py", "correct the index")
+@remedy("moetier_stack/index.py", "correct the index")
 def test_pips_index_is_corrected(trouble: Trouble, demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     demo.write()
     demo.edit_toml(f'index = "{demo.index}"', "")
@@ -143,7 +143,7 @@ def _cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".whl", ".tar.gz"])
-@remedy("stack/index.py", "delete it, it is fetched again")
+@remedy("moetier_stack/index.py", "delete it, it is fetched again")
 def test_a_file_of_the_cache_is_fetched_again(trouble: Trouble, demo: Demo, suffix: str) -> None:
     demo.write()
     stack(demo, "lock")
@@ -155,7 +155,7 @@ def test_a_file_of_the_cache_is_fetched_again(trouble: Trouble, demo: Demo, suff
     trouble.gone()
 
 
-@remedy("stack/index.py", "nothing was kept; try again")
+@remedy("moetier_stack/index.py", "nothing was kept; try again")
 def test_a_download_with_another_hash(trouble: Trouble, demo: Demo) -> None:
     demo.write()
     demo.release.said["demo-1.0-py3-none-any.whl"] = "0" * 64
@@ -166,7 +166,7 @@ def test_a_download_with_another_hash(trouble: Trouble, demo: Demo) -> None:
     trouble.gone()
 
 
-@remedy("stack/index.py", "the download broke off")
+@remedy("moetier_stack/index.py", "the download broke off")
 def test_a_download_without_room(trouble: Trouble, demo: Demo) -> None:
     demo.write()
     with _largest_file(100), trouble:
@@ -175,7 +175,7 @@ def test_a_download_without_room(trouble: Trouble, demo: Demo) -> None:
     trouble.gone()
 
 
-@remedy("stack/index.py", "run again without --offline")
+@remedy("moetier_stack/index.py", "run again without --offline")
 def test_a_lock_offline(trouble: Trouble, demo: Demo) -> None:
     demo.write()
     space = demo.space
@@ -186,7 +186,7 @@ def test_a_lock_offline(trouble: Trouble, demo: Demo) -> None:
     trouble.gone()
 
 
-@remedy("stack/workspace.py", "run once without --offline")
+@remedy("moetier_stack/workspace.py", "run once without --offline")
 def test_an_empty_cache_offline(trouble: Trouble, demo: Demo) -> None:
     demo.write()
     stack(demo, "lock")
@@ -199,7 +199,7 @@ def test_an_empty_cache_offline(trouble: Trouble, demo: Demo) -> None:
 
 
 @pytest.mark.parametrize("remedied", ["put-there", "moved"])
-@remedy("stack/workspace.py", "the index does not offer it any more")
+@remedy("moetier_stack/workspace.py", "the index does not offer it any more")
 def test_a_file_that_is_not_offered_any_more(trouble: Trouble, demo: Demo, remedied: str) -> None:
     demo.write()
     stack(demo, "lock")
@@ -219,7 +219,7 @@ def test_a_file_that_is_not_offered_any_more(trouble: Trouble, demo: Demo, remed
     trouble.gone()
 
 
-@remedy("stack/workspace.py", "find out why")
+@remedy("moetier_stack/workspace.py", "find out why")
 def test_a_file_that_changed_under_its_name(trouble: Trouble, demo: Demo) -> None:
     demo.write()
     stack(demo, "lock")
@@ -264,10 +264,16 @@ def _sha256(demo: Demo, name: str, commit: str) -> str:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        pytest.param("/wheels/", "/weels/", marks=remedy("stack/commits.py", "none of the last"), id="wheel-index"),
-        pytest.param(">=1,<2", ">=2,<3", marks=remedy("stack/commits.py", "none of the last"), id="range"),
-        pytest.param("repo-upstream", "repo-x", marks=remedy("stack/commits.py", "cannot be fetched"), id="git"),
-        pytest.param('h = "stack"', 'h = "main"', marks=remedy("stack/commits.py", "cannot be fetched"), id="branch"),
+        pytest.param(
+            "/wheels/", "/weels/", marks=remedy("moetier_stack/commits.py", "none of the last"), id="wheel-index"
+        ),
+        pytest.param(">=1,<2", ">=2,<3", marks=remedy("moetier_stack/commits.py", "none of the last"), id="range"),
+        pytest.param(
+            "repo-upstream", "repo-x", marks=remedy("moetier_stack/commits.py", "cannot be fetched"), id="git"
+        ),
+        pytest.param(
+            'h = "stack"', 'h = "main"', marks=remedy("moetier_stack/commits.py", "cannot be fetched"), id="branch"
+        ),
     ],
 )
 def test_a_git_source_is_corrected(trouble: Trouble, commits: Demo, right: str, wrong: str) -> None:
@@ -284,7 +290,7 @@ def _forget(demo: Demo) -> None:
     (demo.folder / "cache" / "git").rename(demo.folder / "old-git")
 
 
-@remedy("stack/commits.py", "run once without --offline")
+@remedy("moetier_stack/commits.py", "run once without --offline")
 def test_a_commit_that_is_not_in_the_cache(trouble: Trouble, commits: Demo) -> None:
     stack(commits, "lock")
     _forget(commits)
@@ -295,7 +301,7 @@ def test_a_commit_that_is_not_in_the_cache(trouble: Trouble, commits: Demo) -> N
     trouble.gone()
 
 
-@remedy("stack/commits.py", "is not on {} any more")
+@remedy("moetier_stack/commits.py", "is not on {} any more")
 def test_a_commit_that_is_gone(trouble: Trouble, commits: Demo) -> None:
     stack(commits, "lock")
     repository = commits.folder / "repo-upstream"

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from moetier.eval.ask import Server as Asked
-from moetier.eval.ask import evaluate
-from moetier.eval.items import load_set
-from moetier.eval.report import Report
 from moetier.residency.trace import Trace
+from moetier_bench.eval.ask import Server as Asked
+from moetier_bench.eval.ask import evaluate
+from moetier_bench.eval.items import load_set
+from moetier_bench.eval.report import Report
 from tests.conftest import ROOT
 from tests.serve.server import COMMAND, LIMIT_SECONDS, Server, serving
 

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from moetier.stack.archive import Tree
-from moetier.stack.git import git, init, write_files
-from moetier.stack.patch import read_patch
+from moetier_stack.archive import Tree
+from moetier_stack.git import git, init, write_files
+from moetier_stack.patch import read_patch
 
 HEADER = "From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\nSubject: [PATCH] {}\n\n---\n"
 

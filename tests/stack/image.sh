@@ -21,8 +21,8 @@ buildah commit --rm "$base" localhost/stack-base:bookworm
 import sys
 from pathlib import Path
 
-from moetier.stack.image import write_context
-from moetier.stack.workspace import Workspace
+from moetier_stack.image import write_context
+from moetier_stack.workspace import Workspace
 
 work = Path(sys.argv[1])
 write_context(Workspace(Path("stack")), "cpu", next((work / "dist").glob("moetier-*.whl")), work / "context")

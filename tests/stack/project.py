@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moetier.stack.git import git, init, write_files
-from moetier.stack.relock import relock
-from moetier.stack.workspace import Workspace
+from moetier_stack.git import git, init, write_files
+from moetier_stack.relock import relock
+from moetier_stack.workspace import Workspace
 
 BASE = "python:3.11-slim-bookworm@sha256:" + "a" * 64
 APP = """\

@@ -14,9 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moetier.stack.lock import definition_hash
-from moetier.stack.patch import apply_patches
-from moetier.stack.workspace import Workspace, patch_hash
+from moetier_stack.lock import definition_hash
+from moetier_stack.patch import apply_patches
+from moetier_stack.workspace import Workspace, patch_hash
 from tests.conftest import ROOT
 
 VERSION = "0.32.0"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moetier.stack.build import build_patched_wheel
-from moetier.stack.errors import CollectedError, StackError
-from moetier.stack.lock import only_writer
-from moetier.stack.verify import verify
+from moetier_stack.build import build_patched_wheel
+from moetier_stack.errors import CollectedError, StackError
+from moetier_stack.lock import only_writer
+from moetier_stack.verify import verify
 from tests.stack.project import FILES, POLITE, Demo, patch_bytes, replacing, wheel_bytes
 
 Damage = Callable[[Demo], None]
@@ -134,8 +134,8 @@ def _lose_a_hunk(demo: Demo) -> None:
 
 
 def _relocked(demo: Demo, old: str) -> None:
-    from moetier.stack.lock import Lock, save_lock
-    from moetier.stack.workspace import patch_hash
+    from moetier_stack.lock import Lock, save_lock
+    from moetier_stack.workspace import patch_hash
 
     values = json.loads(demo.space.lock_path.read_text())
     values.pop("checksum")
@@ -297,7 +297,7 @@ def test_a_wheel_is_not_left_half_written_where_the_disk_is_full(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moetier.stack.wheel.os.fsync", full)
+    monkeypatch.setattr("moetier_stack.wheel.os.fsync", full)
     with pytest.raises(StackError, match="No space left"):
         build_patched_wheel(demo.space, "patched", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

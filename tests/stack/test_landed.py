@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from moetier.stack.archive import Tree, read_tree
-from moetier.stack.errors import StackError
-from moetier.stack.index import Index, fetch
-from moetier.stack.patch import read_patch
-from moetier.stack.status import State, carry_status
+from moetier_stack.archive import Tree, read_tree
+from moetier_stack.errors import StackError
+from moetier_stack.index import Index, fetch
+from moetier_stack.patch import read_patch
+from moetier_stack.status import State, carry_status
 from tests.stack.changes import Change, changes
 from tests.stack.project import FILES, Files, patch_bytes, replacing
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moetier.stack.definition import load_definition
-from moetier.stack.image import containerfile
-from moetier.stack.workspace import Workspace
+from moetier_stack.definition import load_definition
+from moetier_stack.image import containerfile
+from moetier_stack.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
 STACK = ROOT / "stack"

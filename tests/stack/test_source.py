@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moetier.stack.build import build_patched_wheel
-from moetier.stack.errors import StackError
-from moetier.stack.verify import verify
+from moetier_stack.build import build_patched_wheel
+from moetier_stack.errors import StackError
+from moetier_stack.verify import verify
 from tests.stack.project import FILES, Demo, Release, patch_bytes, replacing, serving
 
 NATIVE = {

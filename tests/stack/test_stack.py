@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from moetier.stack.build import build_patched_wheel
-from moetier.stack.errors import StackError
-from moetier.stack.git import git
-from moetier.stack.image import containerfile, self_test, write_context
-from moetier.stack.index import fetch
-from moetier.stack.lock import load_lock
-from moetier.stack.rebase import apply_profile, prepare_rebase
-from moetier.stack.relock import Update, record_image, relock
-from moetier.stack.selftest import problems
-from moetier.stack.status import State
-from moetier.stack.upstream import document, statuses
-from moetier.stack.verify import verify
+from moetier_stack.build import build_patched_wheel
+from moetier_stack.errors import StackError
+from moetier_stack.git import git
+from moetier_stack.image import containerfile, self_test, write_context
+from moetier_stack.index import fetch
+from moetier_stack.lock import load_lock
+from moetier_stack.rebase import apply_profile, prepare_rebase
+from moetier_stack.relock import Update, record_image, relock
+from moetier_stack.selftest import problems
+from moetier_stack.status import State
+from moetier_stack.upstream import document, statuses
+from moetier_stack.verify import verify
 from tests.stack.project import FILES, POLITE, Demo, Release, replacing, serving, wheel_bytes
 
 FAREWELL = replacing("demo/app.py", '"Bye " + name', '"Farewell " + name')

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from moetier.stack import archive
-from moetier.stack.archive import read_tree
-from moetier.stack.errors import StackError
-from moetier.stack.git import git, init, write_files
-from moetier.stack.rebase import prepare_rebase, unpack_sdist
+from moetier_stack import archive
+from moetier_stack.archive import read_tree
+from moetier_stack.errors import StackError
+from moetier_stack.git import git, init, write_files
+from moetier_stack.rebase import prepare_rebase, unpack_sdist
 from tests.stack.project import FILES, POLITE, Demo
 
 HOOK = "#!/bin/sh\ntouch {mark}\n"

@@ -8,31 +8,24 @@ import sys
 
 import typer
 
-from moetier.cli import bench, calibrate, doctor, identity, plan, prove, serve, stack, store, trace, version
-from moetier.cli import eval as evaluation
 from moetier.cli.terminal import guard
+from moetier.cli.verbs import VERBS, group
 from moetier.errors import MoetierError
 from moetier.folders import NO_TEMPORARY_FOLDER, find_temporary_folder
 
 app = typer.Typer(
     name="moetier",
+    cls=group(VERBS),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Serve Mixture-of-Experts models that do not fit the GPU: the same bits wherever an expert lives.",
 )
-app.add_typer(store.app, name="store")
-app.add_typer(evaluation.app, name="eval")
-app.add_typer(bench.app, name="bench")
-app.add_typer(trace.app, name="trace")
-app.add_typer(stack.app, name="stack")
-app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve.serve)
-app.command("doctor")(doctor.doctor)
-app.command("plan")(plan.plan)
-app.command("calibrate")(calibrate.calibrate)
-app.command("identity")(identity.identity)
-app.command("prove", context_settings={"allow_extra_args": True})(prove.prove)
-app.command("version")(version.version)
+
+
+@app.callback()
+def verbs() -> None:
+    """Nothing is done before a verb."""
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

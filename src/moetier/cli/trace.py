@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-from dataclasses import asdict, replace
-from itertools import groupby, islice
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,63 +12,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from moetier.cli import serve
+from moetier.cli.verbs import group
 from moetier.errors import SettingsError
-from moetier.eval.ask import Server, evaluate
-from moetier.eval.items import load_sets
 from moetier.residency import POLICIES
 from moetier.residency.heat import Heat
 from moetier.residency.simulate import Plan, Scores, simulate
 from moetier.residency.trace import Trace
-from moetier.serve.command import ServeRequest, served_name, url_from_here
-from moetier.serve.keys import keys_of
-from moetier.settings import Settings
 
-app = typer.Typer(no_args_is_help=True, help="Routing traces: record them from traffic, show and simulate them.")
+app = typer.Typer(
+    cls=group({"record": "moetier_bench.cli.record:record"}),
+    no_args_is_help=True,
+    help="Routing traces: record them from traffic, show and simulate them.",
+)
 console = Console()
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="A routing trace.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
-
-
-@app.command("record", context_settings={"allow_extra_args": True})
-def record(
-    context: typer.Context,
-    model: serve.Model,
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="The new file.")],
-    store: serve.StoreFolder,
-    sets: Annotated[Path, typer.Option(help="Folder of evaluation sets, whose items are asked.")] = Path("models/eval"),
-    task: Annotated[list[str] | None, typer.Option(help="A set to ask; repeat it for more (default: all).")] = None,
-    items: Annotated[int, typer.Option(min=1, help="The most items of each set.")] = 8,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
-    dram_records: Annotated[str, typer.Option(help="As for `moetier serve`; it does not change the trace.")] = "auto",
-) -> None:
-    """Serve MODEL, ask the items of evaluation sets, write the trace, end. What follows `--` goes to vLLM.
-
-    To record other traffic, use `moetier serve --record TRACE`.
-    """
-    of_sets = groupby(load_sets(sets, task or []), key=lambda item: item.task)
-    questions = [item for _, of_set in of_sets for item in islice(of_set, items)]
-    settings = Settings.parse({"store": store, "dram_records": dram_records, "record_trace": trace})
-    request = ServeRequest(
-        model=model,
-        settings=settings,
-        port=_free_port(),
-        log_file=trace.with_name(f"{trace.name}.log"),
-        extra=tuple(context.args),
-    )
-    keys, warnings = keys_of(None, None, request.api_keys)
-    request = replace(request, api_keys=keys)
-
-    def ask() -> None:
-        key = keys[0] if keys else None
-        server = Server(f"{url_from_here(request)}/v1", served_name(request), key, max_tokens)
-        evaluate(server, questions, concurrency)
-        os.kill(os.getpid(), signal.SIGINT)  # as a person would end the server
-
-    serve.start(request, on_ready=ask, notes=warnings)
-    show(trace)
 
 
 @app.command("show")
@@ -180,9 +135,3 @@ def _heat(path: Path, trace: Trace) -> np.ndarray[Any, np.dtype[np.uint64]]:
             "in its store"
         )
     return counts
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from moetier.bench.kernel import parse_shape
 from moetier.doctor.facts import DramRate, Machine, Rates
 from moetier.doctor.judge_rates import require_possible
 from moetier.doctor.measure.cpu import measure_dram, measure_kernel
 from moetier.doctor.measure.disk import measure_disk
 from moetier.doctor.measure.gpu import measure_links
+from moetier.doctor.measure.kernel import parse_shape
 from moetier.doctor.measure.others import Others
 from moetier.errors import SettingsError
 from moetier.formats import RecordLayout

@@ -7,8 +7,8 @@ import statistics
 import numpy as np
 
 from moetier import machine
-from moetier.bench.kernel import bench_kernel, parse_shape
 from moetier.doctor.facts import Cpu, DramRate, KernelRate
+from moetier.doctor.measure.kernel import bench_kernel, parse_shape
 from moetier.errors import SettingsError
 from moetier.kernels.cpu import ThreadPool, fastest_read, read_bandwidth
 from moetier.residency.pages import map_touched

@@ -1,0 +1,61 @@
+"""Verbs by name: the module of a verb is imported when the verb is called, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
+
+VERBS = {
+    "store": "moetier.cli.store:app",
+    "eval": "moetier_bench.cli.eval:app",
+    "bench": "moetier_bench.cli:app",
+    "trace": "moetier.cli.trace:app",
+    "stack": "moetier_stack.cli:app",
+    "serve": "moetier.cli.serve:serve",
+    "doctor": "moetier.cli.doctor:doctor",
+    "plan": "moetier.cli.plan:plan",
+    "calibrate": "moetier.cli.calibrate:calibrate",
+    "identity": "moetier.cli.identity:identity",
+    "prove": "moetier_bench.cli.prove:prove",
+    "version": "moetier.cli.version:version",
+}
+"""Where each verb is. Nothing else in moetier names moetier_bench or moetier_stack."""
+
+PASSES_ON = {"allow_extra_args": True}
+"""A verb whose function takes the context wants what follows `--`."""
+
+
+def group(verbs: Mapping[str, str]) -> type[TyperGroup]:
+    """Return a class for `typer.Typer(cls=...)` whose commands are `verbs`, by name, beside those of the app itself.
+
+    verbs: "module:name" of a function or of a `typer.Typer`.
+    """
+
+    class Verbs(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return [*verbs, *super().list_commands(ctx)]
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            return _load(cmd_name, verbs[cmd_name]) if cmd_name in verbs else super().get_command(ctx, cmd_name)
+
+    return Verbs
+
+
+def _load(verb: str, where: str) -> TyperCommand | TyperGroup:
+    module, name = where.split(":")
+    found = getattr(import_module(module), name)
+    if isinstance(found, typer.Typer):
+        command: TyperCommand | TyperGroup = get_group(found)
+    else:
+        app = typer.Typer(add_completion=False)
+        takes_context = "context" in found.__annotations__
+        app.command(verb, context_settings=PASSES_ON if takes_context else None)(found)
+        command = get_command(app)  # type: ignore[assignment]  # typer says click.Command
+    command.name = verb
+    assert isinstance(command, TyperCommand | TyperGroup)
+    return command
