@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moetier import machine
+from moetier.machine import limits as machine
 
 GIB = 2**30
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetier import numa
 from moetier.kernels.cpu import ThreadPool
-from moetier.machine import allowed_cpus
-from moetier.numa import Node
+from moetier.machine.limits import allowed_cpus, numa
+from moetier.machine.numa import Node
 
 
 def machine_with(root: Path, cpulists: dict[int, str], memory: str | None = None) -> Path:
@@ -106,7 +105,7 @@ def test_a_refusal_is_told():
 def test_a_refusal_is_logged_once_and_harms_nothing(monkeypatch, caplog):
     monkeypatch.setattr(numa, "known_nodes", lambda: TWO)
     numa._warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "moetier.numa"):
+    with caplog.at_level(logging.WARNING, "moetier.machine.numa"):
         numa.spread(1, mmap.PAGESIZE)
         numa.spread(1, mmap.PAGESIZE)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -117,7 +116,7 @@ def test_no_information_is_one_log_line(monkeypatch, caplog):
     monkeypatch.setattr(numa, "nodes", lambda cpus: ())
     numa.known_nodes.cache_clear()
     try:
-        with caplog.at_level(logging.INFO, "moetier.numa"):
+        with caplog.at_level(logging.INFO, "moetier.machine.numa"):
             numa.spread(0, mmap.PAGESIZE)
             numa.spread(0, mmap.PAGESIZE)
         assert len(caplog.records) == 1
@@ -130,7 +129,7 @@ WORKERS = """
 import os, sys, time
 from pathlib import Path
 from moetier import numa
-from moetier.numa import Node
+from moetier.machine.numa import Node
 first, second = map(int, sys.argv[1:])
 numa.nodes = lambda cpus: (Node(0, (first,)), Node(1, (second,)))
 from moetier.kernels.cpu import ThreadPool

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier import machine
+from moetier.contract import Family, LayerGeometry
 from moetier.doctor.measure.kernel import make_records
-from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import CpuExperts, ThreadPool, integer_peak, read_bandwidth
 from moetier.kernels.cpu.isa import machine_isas
+from moetier.machine import limits as machine
 
 ISAS = ("amxbf16", "amx", "avx512", "avx512vnni")
 LAYER_TOKENS = (1, 4, 16, 64, 512)

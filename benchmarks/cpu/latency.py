@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moetier.formats import Family, LayerGeometry, RecordLayout
+from moetier.contract import Family, LayerGeometry, RecordLayout
 from moetier.kernels.cpu import CpuExperts, ThreadPool, start_time
 
 IDLE_MICROSECONDS = (0, 10, 50, 90, 1000)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moetier.formats import Family, LayerGeometry, RecordLayout
+from moetier.contract import Family, LayerGeometry, RecordLayout
 
 PLAIN = Family()
 DEEPSEEK_V4 = Family(swiglu_limit=10.0, route_weight_before_down=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from common import SHAPES, Shape, captured, copy_rate, median_ms, random_routes, random_slots
 
-from moetier.kernels.gpu import Backend, DeviceExperts
-from moetier.kernels.gpu.base import Call
+from moetier.kernels.cuda import Backend, DeviceExperts
+from moetier.kernels.cuda.base import Call
 
 LAYERS = 40
 """Layer calls in a graph, each with routes of its own, so that weights come from memory and not from L2."""
@@ -36,8 +36,8 @@ def measure(shape: Shape, tokens: int, copy: float, backend: Backend = "cuda") -
 
     runs = {"layer": layers}
     if backend == "cuda":
-        from moetier.kernels.gpu.cuda_decode import NOT_HYBRID
-        from moetier.kernels.gpu.cuda_path import CudaPath
+        from moetier.kernels.cuda.decode import NOT_HYBRID
+        from moetier.kernels.cuda.path import CudaPath
 
         path = experts.path
         assert isinstance(path, CudaPath)

@@ -14,11 +14,9 @@ import torch
 from common import SHAPES, Shape, captured, host_to_device_rate, median_ms, random_routes, random_slots, record_of
 
 import moetier
-from moetier.kernels.gpu import DeviceExperts
+from moetier.kernels.cuda import DeviceExperts
 
-_spec = importlib.util.spec_from_file_location(
-    "device_slots", Path(moetier.__file__).parent / "residency" / "device.py"
-)
+_spec = importlib.util.spec_from_file_location("device_slots", Path(moetier.__file__).parent / "tiers" / "slots.py")
 assert _spec is not None
 assert _spec.loader is not None
 _module = importlib.util.module_from_spec(_spec)

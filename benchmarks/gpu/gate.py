@@ -23,11 +23,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moetier.formats import BLOCK, Family, LayerGeometry
-from moetier.kernels.gpu import cuda_decode, cuda_path, nvrtc
-from moetier.kernels.gpu import triton_kernels as kernels
-from moetier.kernels.gpu.base import Sizes
-from moetier.kernels.oracle import segments
+from moetier.contract import BLOCK, Family, LayerGeometry
+from moetier.contract.oracle import segments
+from moetier.kernels.cuda import decode as cuda_decode
+from moetier.kernels.cuda import nvrtc
+from moetier.kernels.cuda import path as cuda_path
+from moetier.kernels.cuda import triton_kernels as kernels
+from moetier.kernels.cuda.base import Sizes
 
 SIZES = Sizes(LayerGeometry(4096, 2048, 256, 6), Family(swiglu_limit=10.0, route_weight_before_down=True))
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from common import SHAPES, Shape, random_routes, random_slots, record_of
 
-from moetier.formats import RecordLayout
-from moetier.kernels import oracle
-from moetier.kernels.gpu import DeviceExperts
-from moetier.kernels.gpu.base import Call
-from moetier.kernels.gpu.cuda_decode import NOT_HYBRID
-from moetier.kernels.gpu.cuda_path import CudaPath
+from moetier.contract import RecordLayout, oracle
+from moetier.kernels.cuda import DeviceExperts
+from moetier.kernels.cuda.base import Call
+from moetier.kernels.cuda.decode import NOT_HYBRID
+from moetier.kernels.cuda.path import CudaPath
 
 EXPERTS = 24
 """Experts of the layers tested here, whatever the model has: the sizes of the matrices are what matters."""

@@ -12,18 +12,18 @@ from threading import Event
 import numpy as np
 import torch
 
-from moetier.formats import Family, LayerGeometry, RecordLayout
+from moetier.contract import Family, LayerGeometry, RecordLayout
+from moetier.engine.hybrid.model import mail_arrays
+from moetier.engine.hybrid.rates import DeviceCalls, measure_costs
 from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
 from moetier.kernels.cpu.mailbox import Mailbox
-from moetier.kernels.gpu import DeviceExperts
-from moetier.kernels.gpu.base import Sizes
-from moetier.kernels.gpu.hybrid import Costs, HybridPath, LayerTables, pinned
+from moetier.kernels.cuda import DeviceExperts
+from moetier.kernels.cuda.base import Sizes
+from moetier.kernels.cuda.hybrid import Costs, HybridPath, LayerTables, pinned
 from moetier.kernels.protocol import COUNTS, word
-from moetier.layer.hybrid.model import mail_arrays
-from moetier.layer.hybrid.rates import DeviceCalls, measure_costs
-from moetier.residency.arena import Arena
-from moetier.residency.device import DeviceSlots
-from moetier.residency.registered import Registered
+from moetier.tiers.arena import Arena
+from moetier.tiers.registered import Registered
+from moetier.tiers.slots import DeviceSlots
 
 PATTERNS = 16
 """Different records; layers repeat them in an order of their own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moetier import machine
+from moetier.machine import limits as machine
 
 
 def granted() -> int:

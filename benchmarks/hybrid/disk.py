@@ -18,15 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from moetier.kernels.gpu import DeviceExperts
-from moetier.layer.fit import records_that_fit
-from moetier.layer.hybrid import HybridLayer, HybridModel, Launch, SlotPlan
-from moetier.layer.model import TieredModel
-from moetier.residency import DiskReader, Step
+from moetier.budget import records_that_fit
+from moetier.engine.hybrid import HybridLayer, HybridModel, Launch, SlotPlan
+from moetier.engine.model import TieredModel
+from moetier.identity.device import check_paths
+from moetier.kernels.cuda import DeviceExperts
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.store import Store
+from moetier.tiers.disk import DiskReader
+from moetier.tiers.step import Step
 
 CELLS: tuple[tuple[float, str], ...] = ((0.04, "0"), (0.12, "25%"), (0.29, "50%"), (0.43, "25%"), (0.12, "100%"))
 """Share of the experts in slots, and of all in DRAM."""
@@ -92,7 +94,8 @@ def check(store: Store, whole: Whole, share: float, dram: str, arguments: Namesp
     tiers.at_close(hybrid.close)
     served = [hybrid.attach(layer.number) for layer in store.manifest.layers]
     tiers.context.real = False
-    hybrid.prepare(8)
+    check_paths(hybrid.layers, hybrid.path, hybrid.streams, 8)
+    hybrid.measure()
     graphs = {(i, n): Captured(layer, g.hidden, g.top_k, n) for i, layer in enumerate(served) for n in GRAPHS}
     tiers.context.real = True
     rng, pick = torch.Generator("cuda").manual_seed(11), random.Random(11)

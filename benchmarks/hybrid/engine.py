@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
 }
 ROOT = Path(__file__).parents[2]
-WORKER = "moetier.serve.vllm.gpu_worker.MoetierGpuWorker"
+WORKER = "moetier.vllm.gpu_worker.MoetierGpuWorker"
 GRAPHS: dict[str, dict[str, Any]] = {
     "none": {"enforce_eager": True},
     "decode": {
@@ -271,8 +271,8 @@ def memory_mib() -> dict[str, int]:
 
 def check() -> None:
     """Compare the tables of the device and the bytes of every slot and record with the store: seconds a gigabyte."""
-    if "moetier.serve.vllm.runtime" in sys.modules:
-        from moetier.serve.vllm import runtime
+    if "moetier.vllm.runtime" in sys.modules:
+        from moetier.vllm import runtime
 
         for hybrid in runtime._hybrids.values():
             hybrid.check_integrity()
@@ -280,9 +280,9 @@ def check() -> None:
 
 def counts() -> dict[str, Any]:
     """What the tiers did so far; {} where moetier does not serve."""
-    if "moetier.serve.vllm.runtime" not in sys.modules:
+    if "moetier.vllm.runtime" not in sys.modules:
         return {}
-    from moetier.serve.vllm import runtime
+    from moetier.vllm import runtime
 
     found: dict[str, Any] = {}
     for model in runtime._models.values():

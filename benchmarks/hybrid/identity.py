@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from bed import TOKENS, Bed
 
-from moetier.formats import Family, LayerGeometry
-from moetier.kernels.gpu.hybrid import ALL_CPU, ALL_STREAM
+from moetier.contract import Family, LayerGeometry
+from moetier.kernels.cuda.hybrid import ALL_CPU, ALL_STREAM
 
 SHARES = (0.04, 0.12, 0.29, 0.43)
 EAGER = (1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 8, 8, 16, 1, 1, 2, 4, 4, 8, 21, TOKENS)

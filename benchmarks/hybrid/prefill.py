@@ -18,18 +18,20 @@ import torch
 import torch.nn.functional as F
 from bed import Bed
 
-from moetier.formats import Family, LayerGeometry
-from moetier.kernels.gpu.base import Call
-from moetier.kernels.gpu.cuda_path import CudaPath
-from moetier.kernels.gpu.hybrid import ALL_STREAM, HybridPath, LayerTables
-from moetier.layer.context import Context
-from moetier.layer.counters import Counters
-from moetier.layer.fetch import Fetcher
-from moetier.layer.hybrid.layer import HybridLayer, Shared
-from moetier.layer.hybrid.stream import Streamer
-from moetier.residency import DiskReader, DramTier, Lru
-from moetier.residency.device import DeviceSlots
-from moetier.residency.staging import Staging
+from moetier.contract import Family, LayerGeometry
+from moetier.engine.context import Context
+from moetier.engine.counters import Counters
+from moetier.engine.fetch import Fetcher
+from moetier.engine.hybrid.layer import HybridLayer, Shared
+from moetier.engine.hybrid.stream import Streamer
+from moetier.kernels.cuda.base import Call
+from moetier.kernels.cuda.hybrid import ALL_STREAM, HybridPath, LayerTables
+from moetier.kernels.cuda.path import CudaPath
+from moetier.tiers.disk import DiskReader
+from moetier.tiers.dram import DramTier
+from moetier.tiers.policy import Lru
+from moetier.tiers.slots import DeviceSlots
+from moetier.tiers.staging import Staging
 
 GEOMETRY, FAMILY = LayerGeometry(4096, 1536, 128, 8), Family()
 HEADS, KV_HEADS, HEAD = 64, 4, 128

@@ -13,15 +13,15 @@ import torch
 from engine import engine, prompts_of, tiered
 from speed import ROUNDS, decode_runs, decode_steps
 
-from moetier.formats import RecordLayout
-from moetier.kernels import oracle
-from moetier.kernels.gpu import DeviceExperts
-from moetier.machine import allowed_cpus, compute_cpus
-from moetier.residency import DiskReader, Part
-from moetier.residency.arena import Arena
-from moetier.serve.counting import read_snapshots
+from moetier.contract import RecordLayout, oracle
+from moetier.kernels.cuda import DeviceExperts
+from moetier.launch.counting import read_snapshots
+from moetier.machine.limits import allowed_cpus, compute_cpus
 from moetier.store.build import build_store
 from moetier.store.store import Store
+from moetier.tiers.arena import Arena
+from moetier.tiers.disk import DiskReader
+from moetier.tiers.part import Part
 
 if TYPE_CHECKING:
     from under_vllm import Bed

@@ -31,7 +31,7 @@ from typing import Any
 import cpus
 from engine import GRAPHS, WORKER, engine, prompts_of
 
-from moetier.serve.failure import read_words
+from moetier.launch.failure import read_words
 from moetier.store.build import build_store
 
 MODES = ("decode", "pieces", "none")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from bed import Bed, Hybrid, Rates
 
-from moetier.formats import Family, LayerGeometry
-from moetier.kernels.gpu.hybrid import ALL_CPU, Costs
+from moetier.contract import Family, LayerGeometry
+from moetier.kernels.cuda.hybrid import ALL_CPU, Costs
 
 GEOMETRY = LayerGeometry(4096, 2048, 256, 6)
 FAMILY = Family(swiglu_limit=10.0, route_weight_before_down=True)

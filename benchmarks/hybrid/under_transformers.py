@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from moetier.serve.hf import load_model
 from moetier.settings import Settings
 from moetier.store.build import build_store
+from moetier.transformers.experts import load_model
 
 SETS = Path(__file__).parents[2] / "models" / "eval"
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.formats import LayerGeometry
+from moetier.contract import LayerGeometry
 
 
 class PeerAbsentError(Exception):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers.base import Peer, PeerAbsentError, Step
-from moetier.formats import LayerGeometry
+from moetier.contract import LayerGeometry
 
 OURS = "moetier"
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.base import PeerAbsentError, Step
-from moetier.formats import LayerGeometry
+from moetier.contract import LayerGeometry
 
 VERSION = "0.7.2"
 VARIANTS = (

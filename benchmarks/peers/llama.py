@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers.base import PeerAbsentError, Step
-from moetier.formats import LayerGeometry
+from moetier.contract import LayerGeometry
 
 VERSION = "0.3.36"
 HARNESS = Path(__file__).with_name("llama_layer.c")

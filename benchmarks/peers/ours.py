@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.peers.base import Step
+from moetier.contract import Family, LayerGeometry
 from moetier.doctor.measure.kernel import make_records
-from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import CpuExperts, ThreadPool
 
 

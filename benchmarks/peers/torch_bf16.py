@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.peers.base import PeerAbsentError, Step
-from moetier.formats import LayerGeometry
+from moetier.contract import LayerGeometry
 
 
 class TorchBf16:

@@ -23,8 +23,8 @@ from engines import under_vllm
 from layers import RECORD, constants, without_engine
 from rows import Compared, Incomplete, Rows, read_rows, trusted
 
-from moetier.doctor.machine_file import read_machine
 from moetier.errors import MoetierError
+from moetier.machine.file import read_machine
 from moetier.plan.hardware import hardware_of
 
 WITHIN, WORST = 0.10, 5

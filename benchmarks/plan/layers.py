@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rows import Compared, Rows, row_of, seconds, with_rates
 
-from moetier.formats import LayerGeometry
+from moetier.contract import LayerGeometry
 from moetier.plan.costs import COMMON, Costs, costs_of, engine_named
 from moetier.plan.geometry import Geometry, Parts
 from moetier.plan.hardware import Hardware

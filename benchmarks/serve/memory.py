@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from moetier.layer.fit import ENGINE_BYTES
+from moetier.budget import ENGINE_BYTES
 
 MOETIER = str(Path(sys.executable).with_name("moetier"))
 

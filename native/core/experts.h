@@ -155,7 +155,7 @@ private:
   const Kernels &kernels_;
   Prefetch prefetch_;
 
-  // Byte offsets within a slice, as moetier/formats/record.py lays it out.
+  // Byte offsets within a slice, as moetier/contract/record.py lays it out.
   std::size_t slice_bytes_;
   std::size_t up_codes_;
   std::size_t down_codes_;

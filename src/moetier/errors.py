@@ -42,6 +42,10 @@ class RefusedError(CheckpointError, UnsupportedModelError):
     """moetier does not serve this checkpoint, or not here, by the table in `moetier.decision.rows`."""
 
 
+class NotBuiltError(MoetierError, ImportError):
+    """What was compiled is not in this installation, which can plan but neither build, measure nor serve."""
+
+
 class RecordReadError(StoreError):
     """A record could not be read from disk with the right checksum, and not healed: the engine must stop."""
 

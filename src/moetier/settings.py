@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
+from moetier.amounts import AUTO, CPU_LIST, MAX_THREADS, cpu_list, parse_amount
 from moetier.errors import SettingsError
-from moetier.machine import MAX_THREADS, cpu_list
-from moetier.vllm_arguments import NUMBER
 
 PolicyName = Literal["lru", "second-touch", "frequency"]
-CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 
 
 class Settings(BaseModel):
@@ -41,10 +38,10 @@ class Settings(BaseModel):
     )
     isa: str | None = Field(None, description="instruction set of the CPU kernels (default: the best there is)")
     disk_threads: int = Field(8, ge=1, le=256, description="reads from the store that may be under way at once")
-    slots: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    slots: int | str = Field(
         0,
-        description="experts of each layer in device slots: a number, or auto (what the device's memory leaves); "
-        "0: the CPU computes all",
+        description="experts of each layer in device slots: a number, a share such as 25%, or auto (what the device's "
+        "memory leaves); 0: the CPU computes all",
     )
     spare_slots: int | None = Field(
         None, ge=0, description="how many of the slots may be refilled while serving (default: a quarter)"
@@ -122,26 +119,14 @@ class Settings(BaseModel):
             raise ValueError(f"expected CPUs such as 0-3,8, found {value!r}")
         return value
 
-    @field_validator("slots", mode="before")
+    @field_validator("slots", "dram_records")
     @classmethod
-    def _slots(cls, value: Any) -> Any:
-        number = int(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
-        if number != "auto" and not (isinstance(number, int) and number >= 0):
-            raise ValueError("expected a number of experts of each layer (0: none), or auto")
-        return number
-
-    @field_validator("dram_records")
-    @classmethod
-    def _records(cls, value: int | str) -> int | str:
-        if isinstance(value, str) and NUMBER.fullmatch(value):
-            value = int(value)
-        if isinstance(value, int):
-            if value < 0:
-                raise ValueError("a number of records cannot be negative")
-            return value
-        if value == "auto" or (re.fullmatch(r"\d+(\.\d+)?%", value) and float(value[:-1]) <= 100):
-            return value
-        raise ValueError("expected a number of records, a share such as 25%, or auto")
+    def _amounts(cls, value: int | str) -> int | str:
+        """One spelling for each amount: a number is an int, and nothing is 0."""
+        amount = parse_amount(value)
+        if amount is None:
+            return AUTO
+        return value if amount.percent else amount.of(0)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Settings:
@@ -152,17 +137,21 @@ class Settings(BaseModel):
             raise SettingsError("; ".join(map(_problem, error.errors()))) from None
 
     def records_of(self, experts: int) -> int | None:
-        """Records per layer of `experts` experts; None: auto. SettingsError if a layer has fewer experts than asked."""
-        if isinstance(self.dram_records, int):
-            if self.dram_records > experts:
-                raise SettingsError(
-                    f"dram_records: {self.dram_records} experts of each layer were asked for, a layer has {experts}; "
-                    "say 100% for all"
-                )
-            return self.dram_records
-        if self.dram_records == "auto":
-            return None
-        return int(experts * float(self.dram_records[:-1]) / 100)
+        """Return the records of each layer of `experts` experts to keep in DRAM; None: what fits.
+
+        SettingsError where a layer has fewer experts than asked for.
+        """
+        amount = parse_amount(self.dram_records)
+        if amount is not None and amount.of(experts) > experts:
+            raise SettingsError(
+                f"dram_records: {self.dram_records} experts of each layer were asked for, a layer has {experts}; "
+                "say 100% for all"
+            )
+        return None if amount is None else amount.of(experts)
+
+    def slots_of(self, experts: int) -> int | None:
+        """Return the slots of each layer of `experts` experts, no more than those; None: what fits."""
+        return None if (amount := parse_amount(self.slots)) is None else min(amount.of(experts), experts)
 
     def spare_of(self, slots: int, experts: int) -> int:
         """How many of the `slots` of a layer may be refilled: a quarter, or as said; none where all are resident."""

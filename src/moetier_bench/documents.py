@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from moetier.doctor.facts import Cpu, Gpu, Memory, hardware_identity
 from moetier.errors import SettingsError, StoreError
+from moetier.files import read_small
+from moetier.machine.facts import Cpu, Gpu, Memory, hardware_identity
 from moetier.settings import Settings
-from moetier.store.files import read_small
 from moetier_bench import BenchError
 from moetier_bench.probes import KINDS, AnyProbe
 from moetier_bench.samples import Frozen

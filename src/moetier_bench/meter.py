@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from moetier import machine
+from moetier.machine import limits as machine
 from moetier_bench.samples import Frozen
 
 POWERCAP = Path("/sys/class/powercap")

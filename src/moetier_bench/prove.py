@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from moetier.errors import StoreError
-from moetier.layer.identity import check_random
+from moetier.files import read_small
+from moetier.identity.long import check_random
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import read_small
 from moetier.store.match import open_store
 from moetier_bench import BenchError
 from moetier_bench.check import imported_name, problems

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from moetier.store.files import write_output
+from moetier.files import write_output
 from moetier_bench import BenchError
 from moetier_bench.check import check_folder, imported_name
 from moetier_bench.plots import plots_of

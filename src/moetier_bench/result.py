@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from moetier.errors import StoreError
-from moetier.store.files import read_small, sync_folder
+from moetier.files import read_small, sync_folder
 from moetier_bench import BenchError
 from moetier_bench.documents import MachineFile, Recipe, Suite, digest, sha256_of
 from moetier_bench.endpoint import growth

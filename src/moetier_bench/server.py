@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from moetier.serve.guard import end_group
-from moetier.serve.launcher import DIRECT
+from moetier.launch.guard import end_group
+from moetier.launch.process import DIRECT
 from moetier_bench import BenchError
 from moetier_bench.documents import Recipe, Serve
 

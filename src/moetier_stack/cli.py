@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.table import Table
 
-from moetier.store.files import write_output
+from moetier.files import write_output
 from moetier_stack.build import build_patched_wheel, wheel_hash
 from moetier_stack.errors import StackError
 from moetier_stack.image import builder, containerfile, write_context

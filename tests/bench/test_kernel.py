@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from moetier.contract import LayerGeometry
 from moetier.doctor.measure import kernel
 from moetier.doctor.measure.kernel import ImpossibleRateError, Row, possible
 from moetier.errors import SettingsError
-from moetier.formats import LayerGeometry
 from moetier.kernels.cpu import available_isas
 
 

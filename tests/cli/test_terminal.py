@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from moetier.errors import MoetierError
-from moetier.residency import Step
-from moetier.residency.trace import TracedCall, TraceHeader, write_trace
+from moetier.tiers.step import Step
+from moetier.trace.record import TracedCall, TraceHeader, write_trace
 from moetier.visible import LONGEST_LINE, VisibleRecords, bounded, visible
 from tests.store.checkpoints import write_safetensors
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from moetier.cli import main
-from moetier.residency import Heat, Step
-from moetier.residency.trace import TracedCall, TraceHeader, write_trace
+from moetier.tiers.heat import Heat
+from moetier.tiers.step import Step
+from moetier.trace.record import TracedCall, TraceHeader, write_trace
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
 IDENTITY = "c3" * 32

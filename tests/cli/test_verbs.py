@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moetier.serve.launcher import runs_on_cpu
+from moetier.launch.process import runs_on_cpu
 from moetier.store.build import build_store
 from moetier.store.store import Store
 from tests.store.checkpoints import write_checkpoint
@@ -82,8 +82,8 @@ def test_identity_names_the_paths_that_differ(store: Path, tmp_path: Path) -> No
     """Recorded calls with one bit of one output changed: exit code 1, and the pair is named."""
     import numpy as np
 
-    from moetier.layer.identity import Paths, random_calls
-    from moetier.layer.recording import Call, Recorder
+    from moetier.engine.recording import Call, Recorder
+    from moetier.identity.long import Paths, random_calls
 
     with Store.open(store) as opened:
         paths = Paths(opened, (1,), ("portable",), 64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moetier.store.shards import DTYPE_BITS
+from moetier.checkpoint.shards import DTYPE_BITS
 from tests.store.checkpoints import Tensors, write_safetensors
 
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 64, 32, 4, 2, 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moetier.doctor.facts import Cpu, Disk, Gpu, Machine, Memory, hardware_identity
+from moetier.machine.facts import Cpu, Disk, Gpu, Machine, Memory, hardware_identity
 
 GIB = 2**30
 MEMINFO = "MemTotal: 67108864 kB\nMemAvailable: 60000000 kB\nHugePages_Free: 3\nHugepagesize: 2048 kB\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moetier.doctor.examine import examine
-from moetier.doctor.facts import DramRate, KernelRate, Machine, Rates, hardware_identity
-from moetier.doctor.machine_file import read_machine
+from moetier.machine.facts import DramRate, KernelRate, Machine, Rates, hardware_identity
+from moetier.machine.file import read_machine
 
 COMMAND = str(Path(sys.executable).with_name("moetier"))
 

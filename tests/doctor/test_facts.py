@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from moetier.doctor.facts import DiskRate, DramRate, Machine, Memory, Rates, hardware_identity
-from moetier.doctor.machine_file import LARGEST, read_machine, read_rates
 from moetier.errors import MoetierError
+from moetier.machine.facts import DiskRate, DramRate, Machine, Memory, Rates, hardware_identity
+from moetier.machine.file import LARGEST, read_machine, read_rates
 from tests.doctor.machines import GIB, gpu, machine
 
 RATES = Rates(

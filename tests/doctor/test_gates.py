@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from moetier.doctor.facts import Answer
-from moetier.doctor.support import check
+from moetier.decision.support import check
+from moetier.machine.facts import Answer
 
 pytest.importorskip("vllm", reason="wants vLLM")
 MLA = "vllm.v1.attention.backends.mla"

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from moetier.doctor.facts import (
+from moetier.doctor.judge import findings, link_bytes_per_s
+from moetier.doctor.judge_rates import judge_rates
+from moetier.machine.facts import (
     CoreKind,
     Disk,
     DiskRate,
@@ -19,8 +21,6 @@ from moetier.doctor.facts import (
     Rates,
     Verdict,
 )
-from moetier.doctor.judge import findings, link_bytes_per_s
-from moetier.doctor.judge_rates import judge_rates
 from tests.doctor.machines import GIB, gpu, machine
 
 FINE, SLOW, BROKEN = Verdict.FINE, Verdict.SLOW, Verdict.BROKEN

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from moetier.doctor.probe import gpu as gpu_probe
+from moetier.machine.probe import gpu as gpu_probe
 from tests.doctor.machines import bare, write
 
 PROBE = """
 import json, sys
 from pathlib import Path
-from moetier.doctor.probe.gpu import probe_gpus
+from moetier.machine.probe.gpu import probe_gpus
 from moetier.errors import SettingsError
 try:
     print(json.dumps([gpu.model_dump() for gpu in probe_gpus(Path(sys.argv[1]))]))

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from moetier import machine as limits
+from moetier.amounts import cpu_list
 from moetier.doctor.examine import facts
-from moetier.doctor.facts import CoreKind, IoUring, NumaNode
-from moetier.doctor.probe import disk as disk_probe
-from moetier.doctor.probe.cpu import numa_refusal, probe_cpu, probe_numa
-from moetier.doctor.probe.disk import probe_disk, probe_io_uring
-from moetier.doctor.probe.gpu import bus_facts, unusable_gpus, visible_devices
-from moetier.doctor.probe.memory import probe_memory
 from moetier.errors import SettingsError
-from moetier.machine import cpu_list
+from moetier.machine import limits
+from moetier.machine.facts import CoreKind, IoUring, NumaNode
+from moetier.machine.probe import disk as disk_probe
+from moetier.machine.probe.cpu import numa_refusal, probe_cpu, probe_numa
+from moetier.machine.probe.disk import probe_disk, probe_io_uring
+from moetier.machine.probe.gpu import bus_facts, unusable_gpus, visible_devices
+from moetier.machine.probe.memory import probe_memory
 from tests.doctor.machines import bare, cpu_files, write
 
 MIB = 2**20
@@ -258,7 +258,7 @@ program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 if libc.prctl(22, 2, program, 0, 0): raise SystemExit(77)
-from moetier.doctor.probe.disk import probe_io_uring
+from moetier.machine.probe.disk import probe_io_uring
 print(*probe_io_uring(), sep="|")
 """
 

@@ -16,18 +16,18 @@ import pytest
 from moetier.doctor import cache, judge_rates
 from moetier.doctor.cache import for_disk, load_rates, rates_file, save_rates, with_disks_of
 from moetier.doctor.examine import examine, examine_and_measure
-from moetier.doctor.facts import Disk, DiskRate, DramRate, KernelRate, Rates, Verdict
-from moetier.doctor.machine_file import read_machine
 from moetier.doctor.measure import cpu as cpu_measure
 from moetier.doctor.measure import disk as disk_measure
 from moetier.doctor.measure.cpu import measure_dram, measure_kernel, thread_counts
 from moetier.doctor.measure.disk import measure_disk
 from moetier.doctor.measure.gpu import measure_links
 from moetier.doctor.measure.others import Others
-from moetier.doctor.probe.cpu import probe_cpu
-from moetier.doctor.probe.disk import probe_disk
 from moetier.errors import SettingsError
-from moetier.machine import serving_threads
+from moetier.machine.facts import Disk, DiskRate, DramRate, KernelRate, Rates, Verdict
+from moetier.machine.file import read_machine
+from moetier.machine.limits import serving_threads
+from moetier.machine.probe.cpu import probe_cpu
+from moetier.machine.probe.disk import probe_disk
 from tests.doctor.machines import gpu, machine, write
 from tests.doctor.measuring import little_to_measure
 
@@ -176,7 +176,7 @@ def test_a_measurement_that_is_ended_leaves_nothing(number: signal.Signals, tmp_
             "import signal",
             "from pathlib import Path",
             "from moetier.doctor.measure import disk",
-            "from moetier.doctor.probe.disk import probe_disk",
+            "from moetier.machine.probe.disk import probe_disk",
             "signal.signal(signal.SIGINT, signal.default_int_handler)",  # a background job inherits that it is ignored
             "disk.SECONDS, disk.SPAN, disk.PIECE = 600, 4 << 20, 1 << 20",
             "found = probe_disk(Path('data'))",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moetier.doctor.facts import Answer
-from moetier.doctor.support import Entry, check, devices_of, known_model_types, minor_of, table
+from moetier.decision.support import Entry, check, devices_of, known_model_types, minor_of, table
+from moetier.machine.facts import Answer
 from tests.doctor.machines import gpu
 
 COMMAND = str(Path(sys.executable).with_name("moetier"))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from moetier.formats import BLOCK, Family
-from moetier.formats.e4m3 import E4M3_VALUES
+from moetier.contract import BLOCK, Family
+from moetier.contract.e4m3 import E4M3_VALUES
 from moetier_bench.eval import EvalError
 from moetier_bench.eval.compare import Comparison, Paired, mcnemar
 from moetier_bench.eval.items import Item, Text, load_set

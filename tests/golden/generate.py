@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.formats import Family, LayerGeometry
-from moetier.kernels import oracle
+from moetier.contract import Family, LayerGeometry, oracle
 from tests.kernels.support import Layer, expected, make_inputs, make_layer, part_of
 
 GOLDEN = Path(__file__).with_name("int8x.npz")

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetier.formats import Family, LayerGeometry, RecordLayout
-from moetier.kernels import oracle
+from moetier.contract import Family, LayerGeometry, RecordLayout, oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 from tests.kernels.support import Layer, assert_same_bits, expected, part_of, run_forward, run_split
 

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
-from moetier.residency.device import ABSENT, DeviceSlots  # noqa: E402
+from moetier.tiers.slots import ABSENT, DeviceSlots  # noqa: E402
 
 EXPERTS, STRIDE, FIRST = 12, 64, 40
 

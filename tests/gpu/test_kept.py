@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from moetier.kernels.gpu import kept as module
-from moetier.kernels.gpu.kept import folder, kept, key_of
+from moetier.kernels.cuda import kept as module
+from moetier.kernels.cuda.kept import folder, kept, key_of
 
 KEY = key_of("this")
 CODE = b"machine code" * 100
@@ -173,7 +173,7 @@ def test_whatever_changes_the_code_changes_the_key(
 ) -> None:
     pytest.importorskip("torch", reason="the device tier wants torch")
     pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
-    from moetier.kernels.gpu import nvrtc
+    from moetier.kernels.cuda import nvrtc
 
     try:
         nvrtc.compile_source("one.cu", {}, "sm_00")

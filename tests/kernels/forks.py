@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from moetier.formats import Family, LayerGeometry
+from moetier.contract import Family, LayerGeometry
 from moetier.kernels.cpu import CpuExperts, ThreadPool, integer_peak, read_bandwidth, start_time
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from tests.forking import in_children

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.formats import ExpertMatrices, Family, LayerGeometry, Matrix, RecordLayout
-from moetier.kernels import oracle
+from moetier.contract import ExpertMatrices, Family, LayerGeometry, Matrix, RecordLayout, oracle
 from moetier.kernels.cpu import CpuExperts
 
 ALIGNMENT = 64

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import xxhash
 
+from moetier.contract import oracle
 from moetier.errors import RecordReadError
-from moetier.kernels import oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, _native
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox, OvertakenError, Request
 from moetier.kernels.protocol import word
-from moetier.residency import DiskReader
-from moetier.residency.part import Part
 from moetier.store.build import build_store
 from moetier.store.store import Store
+from moetier.tiers.disk import DiskReader
+from moetier.tiers.part import Part
 from tests.kernels.support import make_inputs
 from tests.store.checkpoints import write_checkpoint
 

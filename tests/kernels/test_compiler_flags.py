@@ -26,7 +26,7 @@ FLAGS = [
 def compiles(*flags: str) -> subprocess.CompletedProcess[str]:
     """The portable kernels with these flags, as far as the compiler's checks go."""
     source = ROOT / "native" / "cpu" / "portable.cpp"
-    folders = (f"-I{ROOT / 'native'}", f"-I{ROOT / 'src/moetier/kernels/gpu/cuda'}")
+    folders = (f"-I{ROOT / 'native'}", f"-I{ROOT / 'src/moetier/kernels/cuda/source'}")
     command = ["c++", "-std=c++20", *flags, *folders, "-fsyntax-only", str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moetier.contract import Family, LayerGeometry
 from moetier.errors import SettingsError, StoreError
-from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import ISA_VARIABLE, CpuExperts, ThreadPool, available_isas, start_time
-from moetier.machine import allowed_cpus, default_threads
+from moetier.machine.limits import allowed_cpus, default_threads
 
 from .support import assert_same_bits, expected, make_inputs, make_layer, run_forward
 

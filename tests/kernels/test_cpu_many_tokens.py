@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moetier.formats import Family, LayerGeometry
+from moetier.contract import Family, LayerGeometry
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 from tests.kernels.support import expected, make_inputs, make_layer
 

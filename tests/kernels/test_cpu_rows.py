@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from moetier.formats import Family, LayerGeometry
-from moetier.kernels import oracle
+from moetier.contract import Family, LayerGeometry, oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 
 from .support import assert_same_bits, expected, make_inputs, make_layer, run_forward

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from moetier.formats import Family, LayerGeometry
-from moetier.kernels import oracle
+from moetier.contract import Family, LayerGeometry, oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool
 from moetier.kernels.cpu.mailbox import MailArrays, Mailbox
 from moetier.kernels.protocol import word

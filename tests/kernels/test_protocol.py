@@ -41,10 +41,10 @@ def test_the_device_polls_one_aligned_word() -> None:
 
 
 def test_costs_are_sent_in_the_order_of_the_header() -> None:
-    hybrid = pytest.importorskip("moetier.kernels.gpu.hybrid", reason="the device tier wants torch")
+    hybrid = pytest.importorskip("moetier.kernels.cuda.hybrid", reason="the device tier wants torch")
     assert [field.name for field in fields(hybrid.Costs)] == [field for field, *_ in STRUCTS["Costs"][1]]
 
 
 def test_the_planner_knows_the_same_limits() -> None:
-    decode = pytest.importorskip("moetier.kernels.gpu.cuda_decode", reason="the device tier wants torch")
+    decode = pytest.importorskip("moetier.kernels.cuda.decode", reason="the device tier wants torch")
     assert (planned.FEW_PAIRS, planned.GROUP) == (protocol.MAX_PAIRS, decode.GROUP)

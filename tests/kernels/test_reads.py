@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moetier.kernels.cpu import ThreadPool, available_isas, integer_peak, read_bandwidth
 from moetier.kernels.cpu.measure import ReadWay, read_ways
-from moetier.residency.pages import map_touched
+from moetier.tiers.pages import map_touched
 
 BYTES, PART = 512 << 20, 32 << 20
 """Of memory, and of one reading: each reads another part, which no cache holds any more."""

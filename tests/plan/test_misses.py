@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from moetier.doctor.facts import KernelRate, Rates
+from moetier.machine.facts import KernelRate, Rates
 from moetier.plan import catalog
 from moetier.plan.describe import describe
 from moetier.plan.hardware import CALL, hardware_of

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moetier.doctor.facts import DiskRate, GpuRate, KernelRate, Rates
 from moetier.errors import SettingsError
+from moetier.machine.facts import DiskRate, GpuRate, KernelRate, Rates
 from moetier.plan import catalog
 from moetier.plan.calibration import read_measured
 from moetier.plan.costs import costs_of, engine_named
@@ -19,9 +19,9 @@ from moetier.plan.planner import Question, make_plan
 from moetier.plan.predict import Case, Draft, band, decode_parts, decode_rate, draft_parts, metrics, ttft
 from moetier.plan.workload import NAMED, POLICY, Workload, hit_rate, named, of, zipf
 from moetier.plan.workload import routed as routed_to
-from moetier.residency.simulate import hit_rate as simulated
-from moetier.residency.step import Step
-from moetier.residency.trace import Trace, TracedCall, TraceHeader, write_trace
+from moetier.tiers.step import Step
+from moetier.trace.record import Trace, TracedCall, TraceHeader, write_trace
+from moetier.trace.simulate import hit_rate as simulated
 from moetier_bench.samples import figure
 
 V41 = catalog.bundled("deepseek-v4.1-flash")

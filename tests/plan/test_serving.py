@@ -3,10 +3,10 @@
 import pytest
 
 from moetier.errors import SettingsError
+from moetier.launch.planned import DEVICE_CHUNKS, Given, plan_serving, records_of
 from moetier.plan import catalog
 from moetier.plan.describe import describe
 from moetier.plan.headers import read_folder
-from moetier.plan.serving import DEVICE_CHUNKS, Given, plan_serving, records_of
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.trim import trim_checkpoint
@@ -50,7 +50,7 @@ def test_records_that_are_none(text):
 
 
 def test_what_does_not_fit_is_refused_with_what_does(nano, monkeypatch):
-    import moetier.plan.serving as module
+    import moetier.launch.planned as module
 
     here = module._here
 
@@ -80,7 +80,7 @@ def test_a_trimmed_checkpoint_is_planned_as_the_whole_one(nano, tmp_path):
 )
 def test_without_flags_a_machine_with_a_gpu_gets_slots(model, gpus, ram, monkeypatch):
     """From the geometry and the machine alone: what is free of DRAM and device goes to records."""
-    import moetier.plan.serving as module
+    import moetier.launch.planned as module
 
     geometry, machine = catalog.bundled(model), describe(gpus, ram)
     monkeypatch.setattr(module, "read_folder", lambda folder: geometry)
@@ -98,7 +98,7 @@ def test_without_flags_a_machine_with_a_gpu_gets_slots(model, gpus, ram, monkeyp
 
 
 def test_a_small_device_gets_smaller_chunks_before_it_is_refused(monkeypatch):
-    import moetier.plan.serving as module
+    import moetier.launch.planned as module
 
     geometry = catalog.bundled("qwen3-next-80b")
     monkeypatch.setattr(module, "read_folder", lambda folder: geometry)

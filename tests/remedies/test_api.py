@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from moetier.serve.command import ServeRequest, arguments, check_reachable_only_with_key
-from moetier.serve.keys import VARIABLE, keys_of
-from moetier.serve.tls import check_certificate
+from moetier.launch.command import ServeRequest, arguments, check_reachable_only_with_key
+from moetier.launch.keys import VARIABLE, keys_of
+from moetier.launch.tls import check_certificate
 from moetier.settings import Settings
 from tests.remedies.trouble import Trouble
 
@@ -39,7 +39,7 @@ PASSED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        pytest.param(wrong, right, marks=remedy("serve/passed.py", part), id=name)
+        pytest.param(wrong, right, marks=remedy("launch/passed.py", part), id=name)
         for name, (part, wrong, right) in PASSED.items()
     ],
 )
@@ -56,19 +56,19 @@ def test_an_option_is_put_right(trouble: Trouble, wrong: tuple[str, ...], right:
         pytest.param(
             ("--kv-cache-memory-bytes", "1G"),
             *("kv_cache_gib", 1.0, "1073741824"),
-            marks=remedy("serve/passed.py", "use `--kv-cache-gib`"),
+            marks=remedy("launch/passed.py", "use `--kv-cache-gib`"),
             id="kv-cache",
         ),
         pytest.param(
             ("--uds", "/tmp/socket"),
             *("host", "127.0.0.1", "127.0.0.1"),
-            marks=remedy("serve/passed.py", "the server listens on an address"),
+            marks=remedy("launch/passed.py", "the server listens on an address"),
             id="socket",
         ),
         pytest.param(
             ("--additional-config.moetier.dram_records", "8"),
             *("settings", Settings.parse({"store": "/s", "dram_records": 8}), '"dram_records": 8'),
-            marks=remedy("serve/passed.py", "it holds moetier's settings"),
+            marks=remedy("launch/passed.py", "it holds moetier's settings"),
             id="settings",
         ),
     ],
@@ -89,7 +89,7 @@ FILES: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize(
     "content",
-    [pytest.param(text, marks=remedy("serve/passed.py", part), id=name) for name, (part, text) in FILES.items()],
+    [pytest.param(text, marks=remedy("launch/passed.py", part), id=name) for name, (part, text) in FILES.items()],
 )
 def test_a_file_of_options_is_put_right(trouble: Trouble, content: str, tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
@@ -101,7 +101,7 @@ def test_a_file_of_options_is_put_right(trouble: Trouble, content: str, tmp_path
     trouble.gone()
 
 
-@remedy("serve/passed.py", "expected no API key in it")
+@remedy("launch/passed.py", "expected no API key in it")
 def test_keys_go_into_a_file_of_their_own(trouble: Trouble, tmp_path: Path) -> None:
     options, keys = tmp_path / "options.yaml", tmp_path / "keys"
     options.write_text("api-key: k")
@@ -114,7 +114,7 @@ def test_keys_go_into_a_file_of_their_own(trouble: Trouble, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("way", ["file", "variable", "loopback"])
-@remedy("serve/command.py", "can be reached from other machines")
+@remedy("launch/command.py", "can be reached from other machines")
 def test_beyond_loopback_with_a_key(
     trouble: Trouble, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +134,7 @@ def test_beyond_loopback_with_a_key(
 
 
 @pytest.mark.parametrize("way", ["file", "variable"])
-@remedy("serve/keys.py", "is in the process list")
+@remedy("launch/keys.py", "is in the process list")
 def test_a_visible_key_is_given_in_another_way(
     trouble: Trouble, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,8 @@ KEYS: dict[str, tuple[str, bytes | None]] = {
 
 
 @pytest.mark.parametrize(
-    "content", [pytest.param(text, marks=remedy("serve/keys.py", part), id=name) for name, (part, text) in KEYS.items()]
+    "content",
+    [pytest.param(text, marks=remedy("launch/keys.py", part), id=name) for name, (part, text) in KEYS.items()],
 )
 def test_a_file_of_keys_is_put_right(trouble: Trouble, content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "keys"
@@ -172,7 +173,7 @@ def test_a_file_of_keys_is_put_right(trouble: Trouble, content: bytes | None, tm
     trouble.gone()
 
 
-@remedy("serve/keys.py", "both give API keys")
+@remedy("launch/keys.py", "both give API keys")
 def test_keys_are_given_in_one_way(trouble: Trouble, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("k")
@@ -196,16 +197,16 @@ def tls(tmp_path: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("chosen", "more"),
     [
-        pytest.param((1,), (), marks=remedy("serve/tls.py", "give it with --ssl-certfile"), id="no-certificate"),
-        pytest.param((0,), (), marks=remedy("serve/tls.py", "name those that belong together"), id="no-key"),
-        pytest.param((0,), ("--ssl-keyfile=/x",), marks=remedy("serve/tls.py", "expected a file"), id="no-file"),
+        pytest.param((1,), (), marks=remedy("launch/tls.py", "give it with --ssl-certfile"), id="no-certificate"),
+        pytest.param((0,), (), marks=remedy("launch/tls.py", "name those that belong together"), id="no-key"),
+        pytest.param((0,), ("--ssl-keyfile=/x",), marks=remedy("launch/tls.py", "expected a file"), id="no-file"),
         pytest.param(
-            (0, 1), ("--ssl-ca-certs=/dev/null",), marks=remedy("serve/tls.py", "expected a file"), id="no-authorities"
+            (0, 1), ("--ssl-ca-certs=/dev/null",), marks=remedy("launch/tls.py", "expected a file"), id="no-authorities"
         ),
         pytest.param(
             (0, 1),
             (f"--ssl-ca-certs={__file__}",),
-            marks=remedy("serve/tls.py", "expected certificates in PEM, found none"),
+            marks=remedy("launch/tls.py", "expected certificates in PEM, found none"),
             id="authorities",
         ),
     ],

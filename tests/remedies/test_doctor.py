@@ -11,13 +11,13 @@ from rich.console import Console
 
 from moetier.cli.doctor import _show
 from moetier.cli.serve import _assignments
-from moetier.doctor.facts import CoreKind, DiskRate, GpuRate, Machine, NumaNode, Rates
 from moetier.doctor.judge import findings
 from moetier.doctor.judge_rates import judge_rates
-from moetier.doctor.probe.cpu import probe_cpu
-from moetier.doctor.probe.gpu import visible_devices
 from moetier.kernels.cpu import available_isas
 from moetier.kernels.cpu.isa import ISA_VARIABLE
+from moetier.machine.facts import CoreKind, DiskRate, GpuRate, Machine, NumaNode, Rates
+from moetier.machine.probe.cpu import probe_cpu
+from moetier.machine.probe.gpu import visible_devices
 from moetier.settings import Settings
 from tests.conftest import ROOT
 from tests.doctor.machines import GIB, gpu, machine
@@ -170,7 +170,7 @@ def test_an_old_card_is_hidden(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("doctor/probe/gpu.py", "reset the device or start the machine anew")
+@remedy("machine/probe/gpu.py", "reset the device or start the machine anew")
 def test_a_card_that_is_lost(trouble: Trouble, driver: Path, root: Path) -> None:
     trouble.said(probe(driver, root, DRIVER="lost"))
     assert len(probe(driver, root)) == 2  # as after a reset

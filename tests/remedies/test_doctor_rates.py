@@ -14,10 +14,10 @@ from moetier.cli import app
 from moetier.decision.installed import installed
 from moetier.doctor import cache, judge_rates
 from moetier.doctor.cache import load_rates, rates_file
-from moetier.doctor.facts import DramRate, KernelRate, Rates
 from moetier.doctor.measure import cpu as cpu_measure
 from moetier.doctor.measure import kernel as bench
 from moetier.kernels.cpu import ThreadPool, integer_peak
+from moetier.machine.facts import DramRate, KernelRate, Rates
 from tests.decision import made
 from tests.doctor.measuring import little_to_measure
 from tests.remedies.commands import moetier
@@ -168,8 +168,8 @@ def test_a_busy_machine(trouble: Trouble, folder: Path, way: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("content", ["{}", "hello", '{"identity": 3}'])
-@remedy("doctor/machine_file.py", "write it anew")
-@remedy("doctor/machine_file.py", "moetier doctor --json")
+@remedy("machine/file.py", "write it anew")
+@remedy("machine/file.py", "moetier doctor --json")
 def test_a_machine_is_described_anew(trouble: Trouble, folder: Path, content: str) -> None:
     model, path = made.write(folder / "model", made.floats()), folder / "machine.json"
     path.write_text(content)
@@ -181,8 +181,8 @@ def test_a_machine_is_described_anew(trouble: Trouble, folder: Path, content: st
 
 
 @pytest.mark.parametrize("content", ["{}", "a machine"])
-@remedy("doctor/machine_file.py", "write it anew")
-@remedy("doctor/machine_file.py", "moetier doctor --measure --json")
+@remedy("machine/file.py", "write it anew")
+@remedy("machine/file.py", "moetier doctor --measure --json")
 def test_rates_of_a_file_are_measured(trouble: Trouble, folder: Path, content: str) -> None:
     """A machine's facts have none where it was not measured."""
     path = folder / "machine.json"
@@ -220,7 +220,7 @@ def test_sources_of_what_is_supported(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("doctor/probe/disk.py", "name the one that the expert store is in")
+@remedy("machine/probe/disk.py", "name the one that the expert store is in")
 def test_the_folder_of_the_store(trouble: Trouble, folder: Path) -> None:
     with trouble:
         doctor("--disk", folder / "store")

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetier import machine
-from moetier.formats import Family, LayerGeometry
+from moetier.budget import records_that_fit
+from moetier.contract import Family, LayerGeometry
+from moetier.engine import TieredModel
+from moetier.engine.recording import Call, Recorder
+from moetier.identity.long import Paths, random_calls
+from moetier.identity.start import self_check
 from moetier.kernels.cpu import ISA_VARIABLE, CpuExperts, ThreadPool, available_isas
-from moetier.kernels.gpu import kept
-from moetier.layer import TieredModel
-from moetier.layer.fit import records_that_fit
-from moetier.layer.identity import Paths, random_calls
-from moetier.layer.recording import Call, Recorder
-from moetier.layer.selfcheck import self_check
+from moetier.kernels.cuda import kept
+from moetier.machine import limits as machine
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.store import Store
@@ -110,7 +110,7 @@ def _fit(path: Path, records: str, other: int) -> int:
 
 
 @pytest.mark.parametrize("lower", [True, False], ids=["less-kv-cache", "others-stopped"])
-@remedy("layer/fit.py", "lower --kv-cache-gib or stop other processes")
+@remedy("budget.py", "lower --kv-cache-gib or stop other processes")
 def test_room_for_what_is_no_record(trouble: Trouble, store_path: Path, memory: Any, lower: bool) -> None:
     memory(2 << 30)
     with trouble:
@@ -122,7 +122,7 @@ def test_room_for_what_is_no_record(trouble: Trouble, store_path: Path, memory: 
 
 
 @pytest.mark.parametrize("auto", [True, False])
-@remedy("layer/fit.py", "what fits is --dram-records")
+@remedy("budget.py", "what fits is --dram-records")
 def test_records_that_fit(trouble: Trouble, store_path: Path, memory: Any, auto: bool) -> None:
     with Store.open(store_path) as store:
         stride = store.layout.stride
@@ -155,7 +155,7 @@ def _record(folder: Path, calls: list[Call]) -> None:
     recorder.close()
 
 
-@remedy("layer/identity.py", "name the store that it was recorded with")
+@remedy("identity/long.py", "name the store that it was recorded with")
 def test_the_store_of_a_recording(trouble: Trouble, store_path: Path, tmp_path: Path) -> None:
     _record(tmp_path / "calls", _calls(store_path))
     other = write_checkpoint(tmp_path / "other", experts=4, hidden=96, intermediate=64, top_k=2)
@@ -166,7 +166,7 @@ def test_the_store_of_a_recording(trouble: Trouble, store_path: Path, tmp_path: 
     trouble.gone()
 
 
-@remedy("layer/recording.py", "record again")
+@remedy("engine/recording.py", "record again")
 def test_an_empty_recording(trouble: Trouble, store_path: Path, tmp_path: Path) -> None:
     _record(tmp_path / "calls", [])
     with trouble:
@@ -176,7 +176,7 @@ def test_an_empty_recording(trouble: Trouble, store_path: Path, tmp_path: Path) 
     trouble.gone()
 
 
-@remedy("layer/recording.py", "name a new folder")
+@remedy("engine/recording.py", "name a new folder")
 def test_a_recording_is_a_new_folder(trouble: Trouble, tmp_path: Path) -> None:
     with trouble:
         Recorder(tmp_path)
@@ -184,7 +184,7 @@ def test_a_recording_is_a_new_folder(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("layer/selfcheck.py", "Run `moetier identity --store")
+@remedy("identity/start.py", "Run `moetier identity --store")
 def test_a_path_that_differs(trouble: Trouble, store_path: Path) -> None:
     def device(call: Call) -> np.ndarray:
         return np.zeros(call.x.shape, np.uint16)
@@ -219,11 +219,11 @@ class _Device:
         return x + 1 if self.fault and self._calls % 2 == 0 else x
 
 
-@remedy("layer/hybrid/check.py", "Check the memory of the machine and of the GPU")
+@remedy("identity/device.py", "Check the memory of the machine and of the GPU")
 def test_a_device_that_differs(trouble: Trouble) -> None:
     torch = pytest.importorskip("torch", reason="the device tier wants torch")
-    from moetier.kernels.gpu.hybrid import LayerTables
-    from moetier.layer.hybrid.check import check_paths
+    from moetier.identity.device import check_paths
+    from moetier.kernels.cuda.hybrid import LayerTables
 
     table = torch.full((GEOMETRY.experts,), -1, dtype=torch.int32)
     layer: Any = SimpleNamespace(
@@ -243,11 +243,11 @@ def test_a_device_that_differs(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("layer/hybrid/helper.py", "--set threads=N")
+@remedy("engine/hybrid/helper.py", "--set threads=N")
 def test_a_cpu_that_does_not_answer(trouble: Trouble, store_path: Path) -> None:
     pytest.importorskip("torch", reason="the device tier wants torch")
     from moetier.cli.serve import _assignments
-    from moetier.layer.hybrid.helper import Helper
+    from moetier.engine.hybrid.helper import Helper
 
     failed: list[Exception] = []
     mail = SimpleNamespace(late=3, refused=0)
@@ -262,7 +262,7 @@ def test_a_cpu_that_does_not_answer(trouble: Trouble, store_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("kernels/gpu/kept.py", "set XDG_CACHE_HOME to a folder of your own")
+@remedy("kernels/cuda/kept.py", "set XDG_CACHE_HOME to a folder of your own")
 def test_compiled_kernels_in_a_folder_of_your_own(
     trouble: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,7 +280,7 @@ def test_compiled_kernels_in_a_folder_of_your_own(
     trouble.gone()
 
 
-@remedy("layer/model.py", "start without --speculative-config")
+@remedy("engine/model.py", "start without --speculative-config")
 def test_a_drafter_whose_modules_count_from_zero(trouble: Trouble, store_path: Path) -> None:
     settings = Settings(store=store_path, threads=1)
     with Store.open(store_path) as store, TieredModel(settings, store, records=2, max_tokens=16) as model:

@@ -18,9 +18,9 @@ from moetier.doctor.measure import disk as disk_measure
 from moetier.doctor.measure.cpu import measure_dram
 from moetier.doctor.measure.disk import measure_disk
 from moetier.doctor.measure.gpu import measure_links
-from moetier.doctor.probe.cpu import probe_cpu
-from moetier.doctor.probe.disk import probe_disk
-from moetier.doctor.probe.gpu import visible_devices
+from moetier.machine.probe.cpu import probe_cpu
+from moetier.machine.probe.disk import probe_disk
+from moetier.machine.probe.gpu import visible_devices
 from tests.conftest import ROOT
 from tests.doctor.machines import gpu
 from tests.doctor.measuring import little_to_measure

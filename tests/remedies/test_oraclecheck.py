@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from moetier.formats import Family, LayerGeometry
-from moetier.kernels import oracle
+from moetier.contract import Family, LayerGeometry, oracle
+from moetier.identity.oracle import check_against_oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
-from moetier.layer.oraclecheck import check_against_oracle
 from tests.kernels.test_compiler_flags import compiles
 from tests.remedies.trouble import Trouble
 
 KIND = LayerGeometry(96, 64, 4, 2), Family()
 
 
-@pytest.mark.remedy("layer/oraclecheck.py", "unset CXXFLAGS CFLAGS LDFLAGS")
+@pytest.mark.remedy("identity/oracle.py", "unset CXXFLAGS CFLAGS LDFLAGS")
 def test_kernels_built_with_flags_that_change_values(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if NaN could not be, as -ffast-math has it where nothing refuses it; without such flags it compiles."""
     right, pool = CpuExperts.try_forward, ThreadPool(1)

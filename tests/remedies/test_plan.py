@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetier.doctor.facts import Machine
-from moetier.doctor.probe.gpu import visible_devices
+from moetier.machine.facts import Machine
+from moetier.machine.probe.gpu import visible_devices
 from moetier.plan.describe import describe
-from moetier.residency.step import Step
-from moetier.residency.trace import TracedCall, TraceHeader, write_trace
+from moetier.tiers.step import Step
+from moetier.trace.record import TracedCall, TraceHeader, write_trace
 from tests.decision import made
 from tests.doctor.machines import GIB, gpu, machine
 from tests.plan.hub import serving
@@ -52,11 +52,11 @@ ROWS: dict[str, tuple[str, str, Words, Words]] = {
     ),
     "drafter": ("plan/placement.py", "brings no drafter", (*FOUR, "--draft-tokens", "3"), FOUR),
     "records": (
-        *("plan/serving.py", "a share such as 25%", (*FOUR, "--dram-records", "-1")),
+        *("launch/planned.py", "a share such as 25%", (*FOUR, "--dram-records", "-1")),
         (*FOUR, "--dram-records", "25%"),
     ),
     "records-auto": (
-        *("plan/serving.py", "a share such as 25%", (*FOUR, "--dram-records", "all")),
+        *("launch/planned.py", "a share such as 25%", (*FOUR, "--dram-records", "all")),
         (*FOUR, "--dram-records", "auto"),
     ),
     "workload": ("plan/workload.py", "is not known", (*FOUR, "--workload", "heavy"), (*FOUR, "--workload", "short")),

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetier.engine.naming import layer_number
 from moetier.errors import UnsupportedModelError
-from moetier.serve.naming import layer_number
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.second import SecondReader
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_checkpoint_is_put_right(trouble: Trouble, tmp_path
     trouble.gone()
 
 
-@remedy("store/sources/fp8.py", "expected one size of the blocks")
+@remedy("checkpoint/sources/fp8.py", "expected one size of the blocks")
 def test_two_sizes_of_blocks_are_downloaded_again(trouble: Trouble, tmp_path: Path) -> None:
     mutant = right("fp8 block")
     said_twice = [{"quant_method": "fp8", "weight_block_size": [rows, rows]} for rows in (128, 64)]
@@ -130,7 +130,7 @@ def test_two_sizes_of_blocks_are_downloaded_again(trouble: Trouble, tmp_path: Pa
     trouble.gone()
 
 
-@remedy("store/sources/int4.py", "the shape of what is packed")
+@remedy("checkpoint/sources/int4.py", "the shape of what is packed")
 def test_a_wrong_shape_is_downloaded_again(trouble: Trouble, tmp_path: Path) -> None:
     mutant = right()
     mutant.edit(f"{WEIGHT}.weight_shape", value=tensor("I64", np.array([1, 2], "<i8")))
@@ -188,7 +188,7 @@ def test_a_drafter_that_was_left_out(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("serve/naming.py", "cannot tell which layer")
+@remedy("engine/naming.py", "cannot tell which layer")
 def test_a_module_of_an_unknown_name(trouble: Trouble) -> None:
     with trouble:
         layer_number("draft.layers.0.mlp.experts", 4)

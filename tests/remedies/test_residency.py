@@ -12,10 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from moetier.formats import LayerGeometry
-from moetier.residency import Arena, DiskReader, Part
+from moetier.contract import LayerGeometry
 from moetier.store.build import build_store
 from moetier.store.store import Store
+from moetier.tiers.arena import Arena
+from moetier.tiers.disk import DiskReader
+from moetier.tiers.part import Part
 from tests.conftest import ROOT
 from tests.remedies.commands import moetier
 from tests.remedies.limited import with_little_memory
@@ -32,7 +34,7 @@ def store_path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-@remedy("residency/arena.py", "set dram_records lower")
+@remedy("tiers/arena.py", "set dram_records lower")
 def test_fewer_records_in_dram(trouble: Trouble) -> None:
     with trouble:
         Arena(1 << 20, 1 << 40)
@@ -41,9 +43,9 @@ def test_fewer_records_in_dram(trouble: Trouble) -> None:
 
 
 @pytest.mark.parametrize("raised", [False, True], ids=["fewer", "raised"])
-@remedy("residency/disk.py", "set disk_threads lower")
+@remedy("tiers/disk.py", "set disk_threads lower")
 def test_fewer_reading_threads(trouble: Trouble, store_path: Path, raised: bool) -> None:
-    imports = "from moetier.residency import DiskReader\nfrom moetier.store.store import Store"
+    imports = "from moetier.tiers.disk import DiskReader\nfrom moetier.store.store import Store"
     work = "with Store.open(sys.argv[1]) as store: DiskReader(store, number).close()"
     trouble.said(with_little_memory(imports, work, 256, 2, store_path, raised=raised))
     trouble.gone()
@@ -51,7 +53,8 @@ def test_fewer_reading_threads(trouble: Trouble, store_path: Path, raised: bool)
 
 FORKED = """
 import os, sys
-from moetier.residency import Arena, DiskReader
+from moetier.tiers.arena import Arena
+from moetier.tiers.disk import DiskReader
 from moetier.store.store import Store
 with Store.open(sys.argv[1]) as store:
     reader, room = DiskReader(store, 2), Arena(1, store.layout.stride).view(0)
@@ -68,7 +71,7 @@ with Store.open(sys.argv[1]) as store:
 """
 
 
-@remedy("residency/disk.py", "open one in this process")
+@remedy("tiers/disk.py", "open one in this process")
 def test_a_reader_of_the_child(trouble: Trouble, store_path: Path) -> None:
     python = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-c", FORKED, str(store_path)]
     done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
@@ -90,7 +93,7 @@ def _read(path: Path) -> None:
             reader.close()
 
 
-@remedy("residency/disk.py", "remove the file that was named, and run `moetier store build CHECKPOINT")
+@remedy("tiers/disk.py", "remove the file that was named, and run `moetier store build CHECKPOINT")
 def test_a_record_that_went_bad(trouble: Trouble, store_path: Path) -> None:
     with Store.open(store_path) as store:
         path, offset = store.record_file(0), store.offset(1)
@@ -111,7 +114,7 @@ def test_a_record_that_went_bad(trouble: Trouble, store_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("residency/part.py", "moetier store build CHECKPOINT OUT --slices")
+@remedy("tiers/part.py", "moetier store build CHECKPOINT OUT --slices")
 def test_a_store_for_two_ranks(trouble: Trouble, store_path: Path) -> None:
     def ranks(path: Path) -> list[Part]:
         with Store.open(path) as store:
@@ -125,7 +128,7 @@ def test_a_store_for_two_ranks(trouble: Trouble, store_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("residency/part.py", "choose a power of two")
+@remedy("tiers/part.py", "choose a power of two")
 def test_a_number_of_ranks(trouble: Trouble) -> None:
     geometry = LayerGeometry(64, 128, 4, 2, 4)
     with trouble:
@@ -134,7 +137,7 @@ def test_a_number_of_ranks(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("formats/geometry.py", "use fewer slices")
+@remedy("contract/geometry.py", "use fewer slices")
 def test_fewer_slices(trouble: Trouble, store_path: Path) -> None:
     built = ("store", "build", store_path.with_name("model"), store_path.with_name("another"), "--slices")
     with trouble:
@@ -176,12 +179,12 @@ def locked_memory() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("raised", [True, False], ids=["raised", "fewer-records"])
-@remedy("residency/registered.py", "raise the limit on locked memory")
+@remedy("tiers/registered.py", "raise the limit on locked memory")
 def test_memory_that_may_be_locked(
     trouble: Trouble, locked_memory: int, raised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch", reason="the device tier wants torch")
-    from moetier.residency.registered import Registered
+    from moetier.tiers.registered import Registered
 
     monkeypatch.setattr(torch.cuda, "cudart", Driver)
     size, hard = 4 * locked_memory, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
@@ -194,10 +197,10 @@ def test_memory_that_may_be_locked(
     trouble.gone()
 
 
-@remedy("residency/link.py", "look at `dmesg` and `moetier doctor`")
+@remedy("tiers/link.py", "look at `dmesg` and `moetier doctor`")
 def test_a_copy_that_the_driver_refused(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the device tier wants torch")
-    from moetier.residency.link import copy_to_device
+    from moetier.tiers.link import copy_to_device
 
     driver, stream = Driver(), SimpleNamespace(cuda_stream=0)
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))

@@ -11,9 +11,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 
-from moetier.serve import hf
 from moetier.settings import Settings
 from moetier.store.build import build_store
+from moetier.transformers import experts as hf
 from tests.remedies.trouble import Trouble
 from tests.serve.models import write_models
 
@@ -32,8 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        pytest.param((2, "cpu"), (2, "cuda"), marks=remedy("serve/hf.py", "say device='cuda'"), id="device"),
-        pytest.param(("auto", "cuda"), (2, "cuda"), marks=remedy("serve/hf.py", "give slots as a number"), id="auto"),
+        pytest.param(
+            (2, "cpu"), (2, "cuda"), marks=remedy("transformers/experts.py", "say device='cuda'"), id="device"
+        ),
+        pytest.param(
+            ("auto", "cuda"), (2, "cuda"), marks=remedy("transformers/experts.py", "give slots as a number"), id="auto"
+        ),
     ],
 )
 def test_slots_on_a_device(
@@ -51,14 +55,14 @@ def test_slots_on_a_device(
     trouble.gone()
 
 
-@remedy("serve/hf.py", "serve this checkpoint with vLLM (`moetier serve`)")
+@remedy("transformers/experts.py", "serve this checkpoint with vLLM (`moetier serve`)")
 def test_other_layers_of_another_format(trouble: Trouble, model: Path) -> None:
     """The loader of `moetier serve` reads such a tensor as it is: its format is the affair of vLLM's own layers."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from moetier.serve.vllm.loader import MoetierLoader
+    from moetier.vllm.loader import MoetierLoader
 
     shard = model / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes().replace(b'"dtype": "BF16"', b'"dtype":  "I16"', 1))

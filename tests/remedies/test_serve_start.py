@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 
+from moetier.budget import records_that_fit
 from moetier.kernels.cpu import ISA_VARIABLE, available_isas
-from moetier.layer.fit import records_that_fit
-from moetier.serve import drain, launcher
-from moetier.serve.agreement import Facts
-from moetier.serve.command import ServeRequest, arguments, tensor_parallel_size
-from moetier.serve.derive import graph_sizes
-from moetier.serve.launch import context_of, launch_of
-from moetier.serve.refused import check_arguments
+from moetier.launch import drain
+from moetier.launch import process as launcher
+from moetier.launch.arguments import context_of, launch_of
+from moetier.launch.command import ServeRequest, arguments, tensor_parallel_size
+from moetier.launch.derive import graph_sizes
+from moetier.launch.refused import check_arguments
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.store import Store
+from moetier.vllm.agreement import Facts
 from moetier.vllm_arguments import drafting_of
 from tests.conftest import ROOT
 from tests.remedies.commands import moetier
@@ -40,7 +41,7 @@ def request(*extra: str, **fields: Any) -> ServeRequest:
     return ServeRequest(Path("/m"), Settings.parse({"store": "/s", **settings}), extra=extra, **fields)
 
 
-@remedy("serve/command.py", "expected a number of ranks")
+@remedy("launch/command.py", "expected a number of ranks")
 def test_a_number_of_ranks(trouble: Trouble) -> None:
     with trouble:
         tensor_parallel_size(("--tensor-parallel-size", "all"))
@@ -54,13 +55,13 @@ def test_a_number_of_ranks(trouble: Trouble) -> None:
         pytest.param(
             ("--pipeline-parallel-size", "2"),
             ("--pipeline-parallel-size", "1", "--tensor-parallel-size", "2"),
-            marks=remedy("serve/refused.py", "pipeline parallelism is not served"),
+            marks=remedy("launch/refused.py", "pipeline parallelism is not served"),
             id="pipeline",
         ),
         pytest.param(
             ("--weight-transfer-config", "{}"),
             (),
-            marks=remedy("serve/refused.py", "weights are not changed while serving"),
+            marks=remedy("launch/refused.py", "weights are not changed while serving"),
             id="transfer",
         ),
     ],
@@ -75,7 +76,7 @@ def test_an_option_that_is_not_served(
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"threads": 2}], ids=["store", "settings"])
-@remedy("serve/agreement.py", "Give every rank the same")
+@remedy("vllm/agreement.py", "Give every rank the same")
 def test_ranks_serve_the_same(trouble: Trouble, other: dict[str, int], tmp_path: Path) -> None:
     def rank(name: str, threads: int = 1, seed: int = 0) -> Callable[[], tuple[Facts, int]]:
         build_store(write_checkpoint(tmp_path / f"model-{name}", seed=seed).path, tmp_path / name)
@@ -89,7 +90,7 @@ def test_ranks_serve_the_same(trouble: Trouble, other: dict[str, int], tmp_path:
     trouble.gone()
 
 
-@remedy("serve/derive.py", "set the drafter's tokens")
+@remedy("launch/derive.py", "set the drafter's tokens")
 def test_a_block_drafter_has_tokens(trouble: Trouble) -> None:
     with trouble:
         graph_sizes(4, 0, block_draft=True)
@@ -100,7 +101,7 @@ def test_a_block_drafter_has_tokens(trouble: Trouble) -> None:
 
 
 @pytest.mark.parametrize("raised", [True, False], ids=["more-tokens", "fewer-sequences"])
-@remedy("serve/derive.py", "raise --max-num-batched-tokens")
+@remedy("launch/derive.py", "raise --max-num-batched-tokens")
 def test_room_for_the_drafter(trouble: Trouble, raised: bool) -> None:
     drafter = ("--speculative-config", DRAFTER % ', "num_speculative_tokens": 3')
     given = (*drafter, SEQUENCES, "32", BATCHED, "64")
@@ -112,7 +113,7 @@ def test_room_for_the_drafter(trouble: Trouble, raised: bool) -> None:
     trouble.gone()
 
 
-@remedy("serve/launch.py", "both say how long the context is")
+@remedy("launch/arguments.py", "both say how long the context is")
 def test_one_says_how_long_the_context_is(trouble: Trouble) -> None:
     with trouble:
         context_of(("--max-model-len", "1024"), 4096, 512)
@@ -121,7 +122,7 @@ def test_one_says_how_long_the_context_is(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("serve/launcher.py", "vLLM is not installed in this environment")
+@remedy("launch/process.py", "vLLM is not installed in this environment")
 def test_vllm_is_installed(trouble: Trouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A package that pip puts there is all that is asked for; `make setup` is what brings it here."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -135,7 +136,7 @@ def test_vllm_is_installed(trouble: Trouble, monkeypatch: pytest.MonkeyPatch, tm
     trouble.gone()
 
 
-@remedy("serve/launcher.py", "(--log-file FILE keeps it)")
+@remedy("launch/process.py", "(--log-file FILE keeps it)")
 def test_a_log_that_is_gone(trouble: Trouble, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("its last words")
@@ -146,7 +147,7 @@ def test_a_log_that_is_gone(trouble: Trouble, tmp_path: Path) -> None:
 
 def _drained(folder: Path, drain_seconds: int, seconds: float) -> Exception | None:
     """A server's frontend with one request that takes so long; what the launcher says of its drain."""
-    from moetier.serve.vllm.draining import Draining
+    from moetier.vllm.draining import Draining
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(60 if scope["type"] == "lifespan" else seconds)
@@ -175,7 +176,7 @@ def _drained(folder: Path, drain_seconds: int, seconds: float) -> Exception | No
     return asyncio.run(both())
 
 
-@remedy("serve/launcher.py", "give more --drain-seconds")
+@remedy("launch/process.py", "give more --drain-seconds")
 def test_more_seconds_to_drain(trouble: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     monkeypatch.setenv(drain.FOLDER_VARIABLE, str(tmp_path))
@@ -199,8 +200,8 @@ COUNTS = "ulimit -S -t {}; i=0; while [ $i -lt 400000 ]; do i=$((i+1)); done; [ 
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(GROWS, marks=remedy("serve/reason.py", "ulimit -f unlimited"), id="file"),
-        pytest.param(COUNTS, marks=remedy("serve/reason.py", "ulimit -t unlimited"), id="cpu"),
+        pytest.param(GROWS, marks=remedy("launch/reason.py", "ulimit -f unlimited"), id="file"),
+        pytest.param(COUNTS, marks=remedy("launch/reason.py", "ulimit -t unlimited"), id="cpu"),
     ],
 )
 def test_a_limit_is_raised(trouble: Trouble, script: str, tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_limit_is_raised(trouble: Trouble, script: str, tmp_path: Path) -> Non
     trouble.gone()
 
 
-@remedy("serve/reason.py", "set MOETIER_ISA lower")
+@remedy("launch/reason.py", "set MOETIER_ISA lower")
 def test_a_lower_instruction_set(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
     trouble.said(_ended("kill -ILL $$"))
     listed = next(line for line in moetier("version").splitlines() if line.startswith("isas"))
@@ -220,7 +221,7 @@ def test_a_lower_instruction_set(trouble: Trouble, monkeypatch: pytest.MonkeyPat
     trouble.gone()
 
 
-@remedy("serve/reason.py", "report it with the log")
+@remedy("launch/reason.py", "report it with the log")
 def test_the_log_for_a_report(trouble: Trouble, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("its last words")
@@ -231,7 +232,7 @@ def test_the_log_for_a_report(trouble: Trouble, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lower", ["records", "kv-cache"])
-@remedy("serve/reason.py", "lower --dram-records or --kv-cache-gib")
+@remedy("launch/reason.py", "lower --dram-records or --kv-cache-gib")
 def test_a_server_that_takes_less_memory(trouble: Trouble, lower: str, tmp_path: Path) -> None:
     trouble.said(_ended("kill -KILL $$"))
     taken: Callable[[float], int]

@@ -15,21 +15,21 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 
-from moetier.formats import LayerGeometry
-from moetier.residency import Part
-from moetier.serve.command import ServeRequest, arguments
-from moetier.serve.keys import HASHES, VARIABLE
-from moetier.serve.vllm import hybrid, runtime
-from moetier.serve.vllm.access import Access
-from moetier.serve.vllm.fixed import FixedWeights
-from moetier.serve.vllm.loader import MoetierLoader, _check_all_ours
-from moetier.serve.vllm.method import MoetierMoEMethod
-from moetier.serve.vllm.support import check_engine, check_supported
+from moetier.contract import LayerGeometry
+from moetier.launch.command import ServeRequest, arguments
+from moetier.launch.keys import HASHES, VARIABLE
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
 from moetier.store.match import open_store
 from moetier.store.store import Store
+from moetier.tiers.part import Part
+from moetier.vllm import hybrid, runtime
+from moetier.vllm.access import Access
+from moetier.vllm.fixed import FixedWeights
+from moetier.vllm.loader import MoetierLoader, _check_all_ours
+from moetier.vllm.method import MoetierMoEMethod
+from moetier.vllm.support import check_engine, check_supported
 from tests.remedies.trouble import Trouble
 from tests.serve.test_support import described
 from tests.serve.test_support import store as store
@@ -42,30 +42,26 @@ FEWER = {**CUDA, "config__compilation_config": SimpleNamespace(max_cudagraph_cap
 EAGER = {"config__model_config__enforce_eager": True}
 
 ENGINES = [
-    pytest.param(
-        {"moe__is_lora_enabled": True}, {}, {}, {}, marks=remedy("serve/vllm/support.py", "LoRA on routed experts")
-    ),
+    pytest.param({"moe__is_lora_enabled": True}, {}, {}, {}, marks=remedy("vllm/support.py", "LoRA on routed experts")),
     pytest.param(
         *({"moe__in_dtype": torch.float16}, {}, {}, {}),
-        marks=remedy("serve/vllm/support.py", "the contract takes bf16"),
+        marks=remedy("vllm/support.py", "the contract takes bf16"),
     ),
     pytest.param(
-        {"parallel__dp_size": 2}, {}, {}, {}, marks=remedy("serve/vllm/support.py", "data parallelism is not served")
+        {"parallel__dp_size": 2}, {}, {}, {}, marks=remedy("vllm/support.py", "data parallelism is not served")
     ),
     pytest.param(
         *({"config__load_config__load_format": "auto"}, {}, {}, {}),
-        marks=remedy("serve/vllm/support.py", "would be read needlessly"),
+        marks=remedy("vllm/support.py", "would be read needlessly"),
     ),
-    pytest.param(CUDA, {}, FEWER, {"slots": 2}, marks=remedy("serve/vllm/support.py", "CUDA graphs cannot hold")),
-    pytest.param(EAGER, {"slots": 2}, {}, {}, marks=remedy("serve/vllm/support.py", "there is no CUDA device")),
+    pytest.param(CUDA, {}, FEWER, {"slots": 2}, marks=remedy("vllm/support.py", "CUDA graphs cannot hold")),
+    pytest.param(EAGER, {"slots": 2}, {}, {}, marks=remedy("vllm/support.py", "there is no CUDA device")),
     pytest.param(
         *({**CUDA, **EAGER, "config__model_config__enable_sleep_mode": True}, {"slots": 2}, FEWER, {"slots": 2}),
-        marks=remedy("serve/vllm/support.py", "sleep mode would discard"),
+        marks=remedy("vllm/support.py", "sleep mode would discard"),
     ),
     *(
-        pytest.param(
-            *(GRAPHS, {"slots": 2}, *right), marks=remedy("serve/vllm/support.py", "CUDA graphs are captured up to")
-        )
+        pytest.param(*(GRAPHS, {"slots": 2}, *right), marks=remedy("vllm/support.py", "CUDA graphs are captured up to"))
         for right in ((FEWER, {"slots": 2}), (GRAPHS, {"slots": 2, "planned_tokens": 512}))
     ),
 ]
@@ -88,7 +84,7 @@ def _asked(changes: dict[str, Any], store: Store) -> tuple[Any, Store, Any]:
     return layer, store, config
 
 
-@remedy("serve/vllm/support.py", "weight transfer is not served")
+@remedy("vllm/support.py", "weight transfer is not served")
 def test_without_weight_transfer(trouble: Trouble) -> None:
     with trouble:
         check_engine(SimpleNamespace(weight_transfer_config=object()))
@@ -97,7 +93,7 @@ def test_without_weight_transfer(trouble: Trouble) -> None:
 
 
 @pytest.mark.parametrize("way", ["set", "left-out"])
-@remedy("serve/vllm/access.py", "set it, or leave --middleware out")
+@remedy("vllm/access.py", "set it, or leave --middleware out")
 def test_a_key_for_the_layer_that_asks_for_it(trouble: Trouble, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HASHES, raising=False)
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -133,7 +129,7 @@ def _slots(free_gib: float, slots: int | str, cache_gib: float | None, max_token
         pytest.param(
             wrong,
             right,
-            marks=remedy("serve/vllm/hybrid.py", "the KV cache's size is not known yet"),
+            marks=remedy("vllm/hybrid.py", "the KV cache's size is not known yet"),
             id=f"cache-{name}",
         )
         for name, wrong, right in (
@@ -142,7 +138,7 @@ def _slots(free_gib: float, slots: int | str, cache_gib: float | None, max_token
         )
     ]
     + [
-        pytest.param(wrong, right, marks=remedy("serve/vllm/hybrid.py", "no slot fits"), id=f"room-{name}")
+        pytest.param(wrong, right, marks=remedy("vllm/hybrid.py", "no slot fits"), id=f"room-{name}")
         for name, wrong, right in (
             ("cache", (8.0, "auto", 6.0), (8.0, "auto", 2.0)),
             ("number", (8.0, 200, 6.0), (8.0, 100, 2.0)),
@@ -158,7 +154,7 @@ def test_slots_that_a_server_finds(trouble: Trouble, wrong: Any, right: Any) -> 
 
 
 @pytest.mark.parametrize("auto", [False, True])
-@remedy("serve/vllm/hybrid.py", "what fits is --slots")
+@remedy("vllm/hybrid.py", "what fits is --slots")
 def test_slots_that_fit(trouble: Trouble, auto: bool) -> None:
     with trouble:
         _slots(8.0, 256, 1.0)
@@ -173,13 +169,13 @@ def test_slots_that_fit(trouble: Trouble, auto: bool) -> None:
         pytest.param(
             ({"slots": 2, "record_trace": "/t"}, 1),
             ({"slots": 0, "record_trace": "/t"}, 1),
-            marks=remedy("serve/vllm/runtime.py", "record with --slots 0"),
+            marks=remedy("vllm/runtime.py", "record with --slots 0"),
             id="trace",
         ),
         pytest.param(
             ({"record_calls": "/t"}, 2),
             ({"record_calls": "/t"}, 1),
-            marks=remedy("serve/vllm/runtime.py", "record with one rank"),
+            marks=remedy("vllm/runtime.py", "record with one rank"),
             id="calls",
         ),
     ],
@@ -224,7 +220,7 @@ def _load(path: Path, model: Any, load_format: str = "moetier") -> None:
     loader.load_weights(model, _config(path))
 
 
-@remedy("serve/vllm/loader.py", "leave out --load-format and --quantization")
+@remedy("vllm/loader.py", "leave out --load-format and --quantization")
 def test_experts_that_vllm_runs_otherwise(trouble: Trouble, tmp_path: Path) -> None:
     path, model = _checkpoint(tmp_path / "c"), _Model()
     with trouble:
@@ -248,7 +244,7 @@ def _with_experts(method: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", ["both-options", "neither", "no-experts"])
-@remedy("serve/vllm/loader.py", "expected its experts from a store")
+@remedy("vllm/loader.py", "expected its experts from a store")
 def test_experts_without_a_store(trouble: Trouble, way: str, tmp_path: Path) -> None:
     from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
@@ -269,7 +265,7 @@ def test_experts_without_a_store(trouble: Trouble, way: str, tmp_path: Path) -> 
     trouble.gone()
 
 
-@remedy("serve/vllm/fixed.py", "expected the weights that this engine started with")
+@remedy("vllm/fixed.py", "expected the weights that this engine started with")
 def test_other_weights_are_another_engine(trouble: Trouble, tmp_path: Path) -> None:
     one, other = _checkpoint(tmp_path / "one"), _checkpoint(tmp_path / "other", seed=1)
     with trouble:
@@ -293,7 +289,7 @@ def _engine(model: Path, additional: Any, drafter: Path | None = None) -> Any:
     )
 
 
-@remedy("serve/vllm/runtime.py", "no settings for moetier")
+@remedy("vllm/runtime.py", "no settings for moetier")
 def test_settings_for_an_engine(trouble: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _checkpoint(tmp_path / "model")
     build_store(path, tmp_path / "store")
@@ -308,7 +304,7 @@ def test_settings_for_an_engine(trouble: Trouble, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "a-copy"])
-@remedy("serve/vllm/runtime.py", "choose such a one in --speculative-config")
+@remedy("vllm/runtime.py", "choose such a one in --speculative-config")
 def test_a_drafter_of_the_models_own_checkpoint(trouble: Trouble, own: bool, tmp_path: Path) -> None:
     path, other = _checkpoint(tmp_path / "model"), _checkpoint(tmp_path / "other", seed=1)
     shutil.copytree(path, tmp_path / "copy")

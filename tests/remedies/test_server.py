@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from moetier import folders
-from moetier.serve import launcher, surroundings
+from moetier.launch import process as launcher
+from moetier.launch import surroundings
 from tests.remedies.trouble import Trouble
 from tests.serve.denied import deny
 from tests.serve.looking import LOOK, looked
@@ -45,7 +46,7 @@ def test_caches(trouble: Trouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     trouble.gone()
 
 
-@remedy("serve/surroundings.py", "expected a folder for sockets")
+@remedy("launch/surroundings.py", "expected a folder for sockets")
 def test_sockets(trouble: Trouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(surroundings, "temporary_roots", lambda: [Path(os.environ["TMPDIR"])])
     monkeypatch.setenv("TMPDIR", f"{tmp_path}/{'x' * 80}")
@@ -56,7 +57,7 @@ def test_sockets(trouble: Trouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     trouble.gone()
 
 
-@remedy("serve/surroundings.py", "expected a limit of")
+@remedy("launch/surroundings.py", "expected a limit of")
 def test_open_files(trouble: Trouble, tmp_path: Path) -> None:
     """Raising a hard limit wants root; a shell that had not lowered it is the same."""
     trouble.said(looked(before=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)), HOME=str(tmp_path)))
@@ -66,7 +67,7 @@ def test_open_files(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("serve/surroundings.py", "expected to pin threads")
+@remedy("launch/surroundings.py", "expected to pin threads")
 def test_pinning(trouble: Trouble, tmp_path: Path) -> None:
     refused = deny("sched_setaffinity")
     trouble.said(looked("{'cpus': (0, 99)}", before=refused, HOME=str(tmp_path)))
@@ -75,8 +76,8 @@ def test_pinning(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("serve/surroundings.py", "MiB free at least")
-@remedy("serve/surroundings.py", "`docker run --shm-size=1g`, or as root")
+@remedy("launch/surroundings.py", "MiB free at least")
+@remedy("launch/surroundings.py", "`docker run --shm-size=1g`, or as root")
 def test_shared_memory(trouble: Trouble) -> None:
     """In a mount namespace of its own: too small, then mounted as the message says."""
     mount = "mount -t tmpfs -o size={},mode=1777 tmpfs /dev/shm"
@@ -95,7 +96,7 @@ def test_shared_memory(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("serve/launcher.py", "cannot listen on")
+@remedy("launch/process.py", "cannot listen on")
 def test_port(trouble: Trouble) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -106,7 +107,7 @@ def test_port(trouble: Trouble) -> None:
     trouble.gone()
 
 
-@remedy("serve/launcher.py", "a server that starts or runs writes the log")
+@remedy("launch/process.py", "a server that starts or runs writes the log")
 def test_log_of_another(trouble: Trouble, tmp_path: Path) -> None:
     with launcher._output(tmp_path / "log"):
         with trouble, launcher._output(tmp_path / "log"):
@@ -118,7 +119,7 @@ def test_log_of_another(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("serve/launcher.py", "cannot write the log")
+@remedy("launch/process.py", "cannot write the log")
 def test_log(trouble: Trouble, tmp_path: Path) -> None:
     with trouble, launcher._output(tmp_path):
         pass

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from moetier.cli.serving.explain import explain
-from moetier.cli.serving.planning import request_of
 from moetier.decision.installed import installed
-from moetier.serve import launcher
-from moetier.serve.command import ServeRequest
+from moetier.launch import process as launcher
+from moetier.launch.command import ServeRequest
+from moetier.launch.explain import explain
+from moetier.launch.planning import request_of
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.vllm_arguments import BATCHED
@@ -56,7 +56,7 @@ def serve(model: Path, *options: str | Path) -> str:
 
 
 @pytest.mark.parametrize("way", ["build", "build-store"])
-@remedy("cli/serving/place.py", "or add --build-store")
+@remedy("launch/place.py", "or add --build-store")
 def test_a_store_that_is_not_there(trouble: Trouble, model: Path, started: Started, way: str) -> None:
     store = model.with_name("the store")
     with trouble:
@@ -86,7 +86,7 @@ def test_an_option_that_is_given_twice(trouble: Trouble, store: Path, started: S
     trouble.gone()
 
 
-@remedy("cli/serving/start.py", "name a new file for the trace")
+@remedy("launch/start.py", "name a new file for the trace")
 def test_a_trace_in_a_new_file(trouble: Trouble, store: Path, started: Started) -> None:
     model, old = store.with_name("model"), store.with_name("old")
     old.touch()
@@ -97,7 +97,7 @@ def test_a_trace_in_a_new_file(trouble: Trouble, store: Path, started: Started) 
     trouble.gone()
 
 
-@remedy("cli/serving/start.py", "--log-file FILE keeps it")
+@remedy("launch/start.py", "--log-file FILE keeps it")
 def test_a_log_that_is_kept(trouble: Trouble, store: Path, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     model, log = store.with_name("model"), store.with_name("log")
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
@@ -135,7 +135,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 @pytest.mark.parametrize("way", ["left-out", "build"])
-@remedy("cli/serving/planning.py", "leave --slots out")
+@remedy("launch/planning.py", "leave --slots out")
 def test_slots_without_a_device(trouble: Trouble, model: Path, on_gpu: Callable[[bool], None], way: str) -> None:
     with trouble:
         planned(model, slots=2)
@@ -145,7 +145,7 @@ def test_slots_without_a_device(trouble: Trouble, model: Path, on_gpu: Callable[
 
 
 @pytest.mark.parametrize("way", ["slots", "left-out"])
-@remedy("cli/serving/planning.py", "without device slots vLLM decides about chunks")
+@remedy("launch/planning.py", "without device slots vLLM decides about chunks")
 def test_a_gap_without_slots(trouble: Trouble, model: Path, on_gpu: Callable[[bool], None], way: str) -> None:
     on_gpu(True)
     with trouble:
@@ -158,8 +158,8 @@ def test_a_gap_without_slots(trouble: Trouble, model: Path, on_gpu: Callable[[bo
 
 
 @pytest.mark.parametrize("way", ["gap", "option"])
-@remedy("cli/serving/planning.py", "decides already; give one of them")
-@remedy("cli/serving/planning.py", "it decides the tokens of a prompt in a step")
+@remedy("launch/planning.py", "decides already; give one of them")
+@remedy("launch/planning.py", "it decides the tokens of a prompt in a step")
 def test_who_decides_about_chunks(trouble: Trouble, model: Path, on_gpu: Callable[[bool], None], way: str) -> None:
     with trouble:
         planned(model, 100.0, BATCHED, "512")
@@ -170,7 +170,7 @@ def test_who_decides_about_chunks(trouble: Trouble, model: Path, on_gpu: Callabl
     trouble.gone()
 
 
-@remedy("cli/serving/explain.py", "has the sources")
+@remedy("launch/explain.py", "has the sources")
 def test_sources_of_what_is_expected(trouble: Trouble, store: Path, on_gpu: Callable[[bool], None]) -> None:
     model = store.with_name("model")
     trouble.said("\n".join(explain(planned(model), made.EXPERTS, on_gpu=False)))

@@ -253,7 +253,7 @@ def test_what_is_in_the_way_of_a_store(trouble: Trouble, place: Place, wrong: St
     trouble.gone()
 
 
-@remedy("store/config.py", "serve it with vLLM as it is if it fits")
+@remedy("checkpoint/config.py", "serve it with vLLM as it is if it fits")
 def test_a_config_of_another_family(trouble: Trouble, place: Place) -> None:
     """VLLM has its own idea of the family; its loader reads every tensor, the experts' too."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

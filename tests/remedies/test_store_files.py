@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetier.files import locked_folder
 from moetier.store import trim
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import locked_folder
 from moetier.store.store import Store
 from tests.remedies.commands import moetier
 from tests.remedies.places import WEIGHT, Place, downloaded, elsewhere, remove, removed
@@ -42,7 +42,7 @@ ERRORS: list[tuple[int, str, bool]] = [
 @pytest.mark.parametrize(
     ("number", "resumes"),
     [
-        pytest.param(number, resumes, id=errno.errorcode[number], marks=remedy("store/files.py", part))
+        pytest.param(number, resumes, id=errno.errorcode[number], marks=remedy("files.py", part))
         for number, part, resumes in ERRORS
     ],
 )
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(trouble: Trouble, place: Pla
     trouble.gone()
 
 
-@remedy("store/files.py", "wait until it is done")
+@remedy("files.py", "wait until it is done")
 def test_two_builds(trouble: Trouble, place: Place) -> None:
     with locked_folder(place / "s.partial", "build.lock"), trouble:
         place.build()
@@ -110,7 +110,7 @@ def test_the_root_is_no_store(trouble: Trouble, place: Place) -> None:
     trouble.gone()
 
 
-@remedy("store/files.py", "the limit on open files")
+@remedy("files.py", "the limit on open files")
 def test_the_limit_on_open_files(trouble: Trouble, place: Place) -> None:
     place.build()
     limits, record = resource.getrlimit(resource.RLIMIT_NOFILE), np.empty(4096, np.uint8)
@@ -191,8 +191,10 @@ def _hidden(place: Place) -> Any:
     "read",
     [
         pytest.param(lambda c: c.identity(deep=True), marks=remedy("store/identity.py", "check the disk"), id="all"),
-        pytest.param(lambda c: c.identity(), marks=remedy("store/samples.py", "check the disk"), id="samples"),
-        pytest.param(lambda c: c.read_expert(0, 2), marks=remedy("store/shards.py", "check the disk"), id="tensor"),
+        pytest.param(lambda c: c.identity(), marks=remedy("checkpoint/samples.py", "check the disk"), id="samples"),
+        pytest.param(
+            lambda c: c.read_expert(0, 2), marks=remedy("checkpoint/shards.py", "check the disk"), id="tensor"
+        ),
     ],
 )
 def test_a_disk_that_fails(trouble: Trouble, place: Place, read: Callable[[Checkpoint], object]) -> None:
@@ -205,7 +207,7 @@ def test_a_disk_that_fails(trouble: Trouble, place: Place, read: Callable[[Check
     trouble.gone()
 
 
-@remedy("store/samples.py", "found {}; download it again")
+@remedy("checkpoint/samples.py", "found {}; download it again")
 def test_a_shard_that_was_cut_since(trouble: Trouble, place: Place) -> None:
     checkpoint = Checkpoint.open(place / "c")
     os.truncate(checkpoint.tensors[WEIGHT].file, 4096)
@@ -221,12 +223,12 @@ def test_a_shard_that_was_cut_since(trouble: Trouble, place: Place) -> None:
     [
         pytest.param(
             *("fp32", "weight", ("F32", (32, 64), b"\0\0\xc0\x7f" * 2048)),
-            marks=remedy("store/sources/base.py", "the weights are damaged: download them again"),
+            marks=remedy("checkpoint/sources/base.py", "the weights are damaged: download them again"),
             id="weights",
         ),
         pytest.param(
             *("mxfp4", "scale", ("F8_E8M0", (32, 2), b"\xff" * 64)),
-            marks=remedy("store/sources/base.py", "the weights are damaged: download the file again"),
+            marks=remedy("checkpoint/sources/base.py", "the weights are damaged: download the file again"),
             id="scales",
         ),
     ],

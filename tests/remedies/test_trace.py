@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetier.residency.heat import Heat
-from moetier.residency.simulate import Plan, simulate
-from moetier.residency.step import Step
-from moetier.residency.trace import HEADER, MAGIC, Trace, TracedCall, TraceHeader, write_trace
+from moetier.tiers.heat import Heat
+from moetier.tiers.step import Step
+from moetier.trace.record import HEADER, MAGIC, Trace, TracedCall, TraceHeader, write_trace
+from moetier.trace.simulate import Plan, simulate
 from tests.remedies.commands import moetier
 from tests.remedies.trouble import Trouble
 
@@ -42,12 +42,12 @@ def _flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(lambda path: path.write_text("hello"), marks=remedy("residency/trace.py", "found another file")),
+        pytest.param(lambda path: path.write_text("hello"), marks=remedy("trace/record.py", "found another file")),
         pytest.param(
             lambda path: path.write_bytes(HEADER.pack(MAGIC, 99, LAYERS, EXPERTS, TOP_K, bytes(32))),
-            marks=remedy("residency/trace.py", "expected a trace of format"),
+            marks=remedy("trace/record.py", "expected a trace of format"),
         ),
-        pytest.param(lambda path: (_record(path), _flip(path)), marks=remedy("residency/trace.py", "whole blocks")),
+        pytest.param(lambda path: (_record(path), _flip(path)), marks=remedy("trace/record.py", "whole blocks")),
     ],
 )
 def test_a_trace_is_recorded_again(trouble: Trouble, tmp_path: Path, damage: Callable[[Path], object]) -> None:
@@ -64,10 +64,8 @@ def test_a_trace_is_recorded_again(trouble: Trouble, tmp_path: Path, damage: Cal
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("trac", marks=remedy("residency/trace.py", "expected a routing trace, found: {}")),
-        pytest.param(
-            "/dev/null", marks=remedy("residency/trace.py", "expected a routing trace, found no regular file")
-        ),
+        pytest.param("trac", marks=remedy("trace/record.py", "expected a routing trace, found: {}")),
+        pytest.param("/dev/null", marks=remedy("trace/record.py", "expected a routing trace, found no regular file")),
     ],
 )
 def test_the_name_of_a_trace(trouble: Trouble, tmp_path: Path, name: str) -> None:
@@ -81,8 +79,8 @@ def test_the_name_of_a_trace(trouble: Trouble, tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(
     "place",
     [
-        pytest.param("mine", marks=remedy("residency/trace.py", "name a new file for the trace")),
-        pytest.param("mine/trace", marks=remedy("residency/trace.py", "cannot write the trace")),
+        pytest.param("mine", marks=remedy("trace/record.py", "name a new file for the trace")),
+        pytest.param("mine/trace", marks=remedy("trace/record.py", "cannot write the trace")),
     ],
 )
 def test_a_trace_is_a_new_file(trouble: Trouble, tmp_path: Path, place: str) -> None:
@@ -103,7 +101,7 @@ def test_heat_of_another_model(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("residency/simulate.py", "name the heat file of the model that was traced")
+@remedy("trace/simulate.py", "name the heat file of the model that was traced")
 def test_heat_of_another_shape(trouble: Trouble, tmp_path: Path) -> None:
     _record(tmp_path / "trace")
     trace = Trace.open(tmp_path / "trace")
@@ -114,7 +112,7 @@ def test_heat_of_another_shape(trouble: Trouble, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("longer", [True, False], ids=["longer", "heat"])
-@remedy("residency/simulate.py", "record a longer trace, or give heat")
+@remedy("trace/simulate.py", "record a longer trace, or give heat")
 def test_a_trace_that_only_teaches(trouble: Trouble, tmp_path: Path, longer: bool) -> None:
     _record(tmp_path / "short", steps=1)
     with trouble:
@@ -125,7 +123,7 @@ def test_a_trace_that_only_teaches(trouble: Trouble, tmp_path: Path, longer: boo
     trouble.gone()
 
 
-@remedy("residency/simulate.py", "expected resident <= slots")
+@remedy("trace/simulate.py", "expected resident <= slots")
 def test_fewer_slots(trouble: Trouble, tmp_path: Path) -> None:
     _record(tmp_path / "trace")
     with trouble:

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from moetier.serve.scratch import PREFIX, SHARED_MEMORY, mapped_by
+from moetier.launch.scratch import PREFIX, SHARED_MEMORY, mapped_by
 from tests.serve.server import LIMIT_SECONDS, Server
 
 STREAMS, WHOLE = 3, 2

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from moetier.kernels.oracle import to_bf16
+from moetier.contract.oracle import to_bf16
 from tests.plan import released
 from tests.serve.engine import ENVIRONMENT, IMPORTED, _result
 from tests.store.checkpoints import write_shards

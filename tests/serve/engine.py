@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 
-IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "moetier.serve.vllm.runtime"]
+IMPORTED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "moetier.vllm.runtime"]
 """What an engine imports before it knows its model."""
 
 LIMIT_SECONDS = 600
@@ -128,7 +128,7 @@ def _result(job: dict[str, Any]) -> dict[str, Any]:
             if metric.name in SCHEDULER
         },
     }
-    from moetier.serve.vllm import runtime
+    from moetier.vllm import runtime
 
     for model in runtime._models.values():
         result["counters"] = vars(model.counters)

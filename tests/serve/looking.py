@@ -29,8 +29,8 @@ LOOK = """
 import sys, tempfile
 from pathlib import Path
 from moetier.errors import SettingsError
-from moetier.serve.command import ServeRequest
-from moetier.serve.surroundings import look, socket_root
+from moetier.launch.command import ServeRequest
+from moetier.launch.surroundings import look, socket_root
 from moetier.settings import Settings
 request = ServeRequest(Path("/m"), Settings.parse({"store": "/s"} | %s))
 try:

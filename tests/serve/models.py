@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moetier.formats import E2M1_VALUES, Matrix, e8m0_to_float, unpack_codes
+from moetier.contract import E2M1_VALUES, Matrix, e8m0_to_float, unpack_codes
 from tests.store.checkpoints import Tensors, random_matrix, write_shards
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS, VOCABULARY = 128, 64, 16, 4, 3, 512

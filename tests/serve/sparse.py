@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from moetier.formats import RecordLayout
+from moetier.contract import RecordLayout
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.manifest import FILE, GeometryEntry, Manifest

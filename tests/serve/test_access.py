@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from moetier.serve.keys import HASHES, VARIABLE, hashes_of
-from moetier.serve.vllm.access import Access
+from moetier.launch.keys import HASHES, VARIABLE, hashes_of
+from moetier.vllm.access import Access
 
 KEYS = ("first", "second", "two words")
 PATHS = (

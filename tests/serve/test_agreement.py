@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from moetier.errors import MoetierError, SettingsError, StoreError
-from moetier.serve.agreement import Facts, Voice, agree
-from moetier.serve.command import cpus_of_rank, tensor_parallel_size
+from moetier.launch.command import cpus_of_rank, tensor_parallel_size
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.store import Store
+from moetier.vllm.agreement import Facts, Voice, agree
 from tests.store.checkpoints import write_checkpoint
 
 FACTS = Facts("0.1", "int8x", "{}", "aa", "{}", 4)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from moetier.residency.trace import Trace
+from moetier.trace.record import Trace
 from moetier_bench.eval.ask import Server as Asked
 from moetier_bench.eval.ask import evaluate
 from moetier_bench.eval.items import load_set

@@ -20,7 +20,7 @@ from tests.store.older import older_store, overwrite
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 PROMPT = list(range(5, 25))
-WORKER = "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"
+WORKER = "moetier.vllm.cpu_worker.MoetierCpuWorker"
 
 
 @pytest.fixture(scope="module")

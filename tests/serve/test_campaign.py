@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moetier.serve.scratch import sweep
+from moetier.launch.scratch import sweep
 from moetier.store.build import build_store
 from tests.serve.campaign import Round, left_by_all
 

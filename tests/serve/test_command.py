@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moetier.errors import SettingsError
-from moetier.serve.command import (
+from moetier.launch.command import (
     ACCESS,
     ServeRequest,
     arguments,
@@ -16,7 +16,7 @@ from moetier.serve.command import (
     example,
     is_loopback,
 )
-from moetier.serve.keys import HASHES, hashes_of
+from moetier.launch.keys import HASHES, hashes_of
 from moetier.settings import Settings
 
 REQUEST = ServeRequest(Path("/models/m"), Settings.parse({"store": "/s", "dram_records": 8, "cpus": [0, 1]}))
@@ -60,7 +60,7 @@ def test_the_engine_of_cpu_workers_rests_unless_the_user_names_an_executor() -> 
     assert "--distributed-executor-backend" not in arguments(REQUEST, on_cpu=False)
     command = arguments(replace(REQUEST, extra=("--distributed-executor-backend", "mp")), on_cpu=True)
     backends = [command[at + 1] for at, word in enumerate(command) if word == "--distributed-executor-backend"]
-    assert backends == ["moetier.serve.vllm.executor.RestingExecutor", "mp"]
+    assert backends == ["moetier.vllm.executor.RestingExecutor", "mp"]
 
 
 def test_kv_cache_of_a_gpu_is_vllms() -> None:

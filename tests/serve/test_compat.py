@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 
-from moetier.serve.vllm.compat import seeds_rest
+from moetier.vllm.compat import seeds_rest
 
 
 def drawn(generator: torch.Generator, number: int) -> list[int]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetier.layer import Counters, TieredModel
-from moetier.serve.counting import Publisher, Snapshot, line, read_snapshots
+from moetier.engine import Counters, TieredModel
+from moetier.launch.counting import Publisher, Snapshot, line, read_snapshots
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.store import Store
@@ -102,7 +102,7 @@ def test_metrics_have_every_counter() -> None:
     from prometheus_client.exposition import generate_latest
     from prometheus_client.registry import CollectorRegistry
 
-    from moetier.serve.vllm import stats
+    from moetier.vllm import stats
 
     class Fixed:
         def collect(self):  # type: ignore[no-untyped-def]

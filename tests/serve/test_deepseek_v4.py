@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetier.kernels import oracle
-from moetier.layer.recording import read_calls
+from moetier.contract import oracle
+from moetier.engine.recording import read_calls
 from moetier.store.build import build_store
 from moetier.store.store import Store
 from tests.serve.deepseek_v4 import CONFIG, HASHED, write
@@ -46,7 +46,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
         {"dram_records": share, "heat_file": str(folder / f"heat-{number}")} for number, share in enumerate(DRAM)
     ]
     settings[0]["record_calls"] = str(folder / "calls")
-    common = {"model": str(model), "worker_cls": "moetier.serve.vllm.cpu_worker.MoetierCpuWorker"}
+    common = {"model": str(model), "worker_cls": "moetier.vllm.cpu_worker.MoetierCpuWorker"}
     common |= {"max_model_len": 512, "max_num_seqs": 4}
     job = {
         "engines": [{**common, **moetier(store, **one)} for one in settings],

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moetier.errors import SettingsError
-from moetier.serve.derive import (
+from moetier.launch.derive import (
     KvCapacity,
     batched_tokens,
     chunk_for_gap,

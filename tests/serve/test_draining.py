@@ -17,10 +17,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from moetier.serve import drain
-from moetier.serve.drain import FOLDER_VARIABLE, Report
-from moetier.serve.failure import read_ended
-from moetier.serve.vllm.draining import Draining
+from moetier.launch import drain
+from moetier.launch.drain import FOLDER_VARIABLE, Report
+from moetier.launch.failure import read_ended
+from moetier.vllm.draining import Draining
 
 Message = dict[str, Any]
 START = {"type": "http.response.start", "status": 200}

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from moetier.errors import MoetierError
-from moetier.serve import drain, guard, launcher
-from moetier.serve.command import ServeRequest
-from moetier.serve.failure import write_ended
-from moetier.serve.launcher import RequestsCutError, ServerFailedError
-from moetier.serve.scratch import scratch
+from moetier.launch import drain, guard
+from moetier.launch import process as launcher
+from moetier.launch.command import ServeRequest
+from moetier.launch.failure import write_ended
+from moetier.launch.process import RequestsCutError, ServerFailedError
+from moetier.launch.scratch import scratch
 from moetier.settings import Settings
 from tests.serve.server import free_port
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moetier.residency.trace import Trace
 from moetier.store.build import build_store
 from moetier.store.verify import verify_store
+from moetier.trace.record import Trace
 from tests.serve.damage import flip_a_bit_of_every_record
 from tests.serve.server import LIMIT_SECONDS, Server, serving
 from tests.serve.streaming import Request

@@ -14,7 +14,7 @@ import xgrammar
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 
-from moetier.serve.vllm.compat import honour_chosen_tools
+from moetier.vllm.compat import honour_chosen_tools
 
 BY_NAME = {"type": "function", "function": {"name": "f"}}
 

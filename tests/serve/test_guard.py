@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moetier.serve import guard
-from moetier.serve.guard import end_group, guarded
+from moetier.launch import guard
+from moetier.launch.guard import end_group, guarded
 from tests.serve.server import runs
 
 DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
 LAUNCHER = """
 import os, signal, subprocess, sys
-from moetier.serve import guard
-from moetier.serve.guard import guarded
+from moetier.launch import guard
+from moetier.launch.guard import guarded
 server = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, stdout=subprocess.PIPE)
 server.stdout.readline()  # deaf from now on
 with guarded(server.pid, 0.1 if sys.argv[3] == "served" else 60) as started:

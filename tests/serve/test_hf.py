@@ -35,7 +35,7 @@ def tokens(nano: Path, eval_set: Callable[[str], list[dict[str, Any]]]) -> Any:
 
 
 def logits(path: Path, store: Path, tokens: Any, dtype: Any, records: int | str) -> Any:
-    from moetier.serve.hf import load_model
+    from moetier.transformers.experts import load_model
 
     model = load_model(path, Settings.parse({"store": store, "dram_records": records}), dtype=dtype, max_tokens=512)
     try:
@@ -82,7 +82,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 
 def test_experts_get_no_memory_in_the_framework(nano: Path, store: Path) -> None:
-    from moetier.serve.hf import load_model
+    from moetier.transformers.experts import load_model
 
     model = load_model(nano, Settings.parse({"store": store, "dram_records": 1}))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -92,7 +92,7 @@ def test_experts_get_no_memory_in_the_framework(nano: Path, store: Path) -> None
 
 
 def test_dense_layers_of_another_format_are_refused(tmp_path: Path) -> None:
-    from moetier.serve.hf import load_model
+    from moetier.transformers.experts import load_model
 
     packed, _ = write_models(tmp_path, "qwen3_moe")
     build_store(packed, tmp_path / "store")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moetier.errors import SettingsError
-from moetier.serve.keys import VARIABLE, digest, hashes_of, keys_of, matches
+from moetier.launch.keys import VARIABLE, digest, hashes_of, keys_of, matches
 
 
 @pytest.fixture(autouse=True)

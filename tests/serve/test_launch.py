@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from moetier.errors import SettingsError
-from moetier.serve.command import ServeRequest, arguments
-from moetier.serve.derive import Chunk
-from moetier.serve.launch import context_of, launch_of
-from moetier.serve.started import NAME, Started, read_started, write_started
+from moetier.launch.arguments import context_of, launch_of
+from moetier.launch.command import ServeRequest, arguments
+from moetier.launch.derive import Chunk
+from moetier.launch.started import NAME, Started, read_started, write_started
 from moetier.settings import Settings
 
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}')

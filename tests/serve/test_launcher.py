@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
-from moetier.serve.scratch import PREFIX, SHARED, SHARED_MEMORY, mapped_by
+from moetier.launch.scratch import PREFIX, SHARED, SHARED_MEMORY, mapped_by
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.trim import trim_checkpoint

@@ -18,17 +18,17 @@ from pathlib import Path
 import pytest
 
 from moetier.errors import SettingsError
-from moetier.serve import launcher
-from moetier.serve.command import ServeRequest
-from moetier.serve.tls import check_certificate
+from moetier.launch import process as launcher
+from moetier.launch.command import ServeRequest
+from moetier.launch.tls import check_certificate
 from moetier.settings import Settings
 
 STARTER = """
 import os, signal, sys
 from pathlib import Path
-from moetier.serve import launcher
-from moetier.serve.command import ServeRequest
-from moetier.serve.tls import check_certificate
+from moetier.launch import launcher
+from moetier.launch.command import ServeRequest
+from moetier.launch.tls import check_certificate
 from moetier.settings import Settings
 
 def signalled(*arguments, environment=launcher.environment):

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moetier.checkpoint.shards import read_shard
 from moetier.store.build import build_store
-from moetier.store.shards import read_shard
 from tests.serve.engine import moetier, run_engine
 from tests.store.checkpoints import write_safetensors
 

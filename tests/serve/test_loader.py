@@ -12,7 +12,7 @@ def test_a_copy_that_the_index_does_not_place_is_not_loaded(tmp_path):
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from moetier.serve.vllm.loader import MoetierLoader
+    from moetier.vllm.loader import MoetierLoader
 
     m = made(np.random.default_rng(0), "bf16")
     m.spread(3)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from moetier.errors import SettingsError
-from moetier.serve.command import ServeRequest, arguments, check_reachable_only_with_key, example, url_from_here
-from moetier.serve.passed import FLAGS, OURS, TABLE, take
+from moetier.launch.command import ServeRequest, arguments, check_reachable_only_with_key, example, url_from_here
+from moetier.launch.passed import FLAGS, OURS, TABLE, take
 from moetier.settings import Settings
 from moetier.vllm_arguments import GRAPHS, UNDERSTOOD, has
 from tests.conftest import ROOT

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from moetier.cli.serving.planning import request_of
 from moetier.errors import SettingsError
-from moetier.serve import launcher
-from moetier.serve.command import ServeRequest
+from moetier.launch import process as launcher
+from moetier.launch.command import ServeRequest
+from moetier.launch.planning import request_of
 from moetier.settings import Settings
 from moetier.vllm_arguments import BATCHED, number_of
 

@@ -10,10 +10,10 @@ import numpy as np
 import psutil
 import pytest
 
-from moetier.residency import Part
-from moetier.serve.counting import Snapshot, read_snapshots
+from moetier.launch.counting import Snapshot, read_snapshots
 from moetier.store.build import build_store
 from moetier.store.store import Store
+from moetier.tiers.part import Part
 from tests.serve.damage import zero_the_weights
 from tests.serve.engine import moetier, run_engine
 from tests.serve.server import LIMIT_SECONDS, Server, serving
@@ -49,7 +49,7 @@ def runs(
                 model=str(nano),
                 tensor_parallel_size=RANKS,
                 distributed_executor_backend="mp",
-                worker_cls="moetier.serve.vllm.cpu_worker.MoetierCpuWorker",
+                worker_cls="moetier.vllm.cpu_worker.MoetierCpuWorker",
                 **moetier(store, dram_records=share, counters_folder=str(counters)),
             )
         found[share] = result, read_snapshots(counters)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moetier.serve.reason import by_signal, reason
+from moetier.launch.reason import by_signal, reason
 
 WORKER = "(Worker pid=15348) ERROR 12-01 03:15:03 [multiproc_executor.py:1063] "
 CORE = "(EngineCore pid=15176) ERROR 12-01 03:15:03 [core.py:1512] "

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed.device_communicators import shm_broadcast
 
-from moetier.serve.vllm.resting import rest_while_waiting
+from moetier.vllm.resting import rest_while_waiting
 
 
 @pytest.fixture

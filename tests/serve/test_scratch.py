@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from moetier.serve import scratch
-from moetier.serve.guard import end_group
-from moetier.serve.scratch import SHARED, SHARED_MEMORY, note_shared_memory, remove, sweep
+from moetier.launch import scratch
+from moetier.launch.guard import end_group
+from moetier.launch.scratch import SHARED, SHARED_MEMORY, note_shared_memory, remove, sweep
 
 OWNER = """
 import os, sys, time
 from pathlib import Path
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
-from moetier.serve.scratch import note_shared_memory, scratch
+from moetier.launch.scratch import note_shared_memory, scratch
 with scratch(Path(sys.argv[1])) as (folder, lock):
     memory = SharedMemory(create=True, size=4096)
     resource_tracker.unregister(memory._name, "shared_memory")  # as if that process were killed, too

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from moetier.layer.context import Context
-from moetier.residency import Step
+from moetier.engine.context import Context
+from moetier.tiers.step import Step
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from moetier.engine.hybrid import Launch
 from moetier.errors import SettingsError
-from moetier.layer.hybrid import Launch
-from moetier.serve.failure import read_failure, read_words
-from moetier.serve.vllm import runtime
-from moetier.serve.vllm.steps import StepAware, step_of
+from moetier.launch.failure import read_failure, read_words
 from moetier.settings import Settings
+from moetier.vllm import runtime
+from moetier.vllm.steps import StepAware, step_of
 
 
 def scheduled(tokens: dict[str, int], drafts: dict[str, list[int]] | None = None) -> SimpleNamespace:
@@ -112,7 +112,7 @@ def test_vllm_has_what_we_stand_on() -> None:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
-    from moetier.serve.vllm.cpu_worker import MoetierCpuWorker
+    from moetier.vllm.cpu_worker import MoetierCpuWorker
 
     fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
     assert {"num_scheduled_tokens", "scheduled_spec_decode_tokens", "total_num_scheduled_tokens"} <= fields

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from moetier.checkpoint.names import LAYERS, LayerSpelling, find_layers
 from moetier.errors import UnsupportedModelError
 from moetier.settings import Settings
 from moetier.store.build import build_store
-from moetier.store.names import LAYERS, LayerSpelling, find_layers
 from moetier.store.store import Store
 from tests.store.checkpoints import write_checkpoint
 
@@ -67,7 +67,7 @@ def described(**changes: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
 
 
 def test_what_is_served_passes(store: Store) -> None:
-    from moetier.serve.vllm.support import check_supported
+    from moetier.vllm.support import check_supported
 
     layer, config = described()
     check_supported(layer, store, config, Settings(store=store.path))
@@ -94,7 +94,7 @@ def test_what_is_served_passes(store: Store) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_what_is_not_is_refused_in_one_sentence(store: Store, changes: dict[str, Any], reason: str) -> None:
-    from moetier.serve.vllm.support import check_supported
+    from moetier.vllm.support import check_supported
 
     layer, config = described(**changes)
     with pytest.raises(UnsupportedModelError, match=reason) as error:
@@ -110,7 +110,7 @@ def test_what_is_not_is_refused_in_one_sentence(store: Store, changes: dict[str,
     ids=["no device", "graphs too large", "served"],
 )
 def test_device_slots(store: Store, device: str, graphs: int, reason: str | None) -> None:
-    from moetier.serve.vllm.support import check_supported
+    from moetier.vllm.support import check_supported
 
     layer, config = described(config__device_config__device_type=device)
     config.compilation_config = SimpleNamespace(max_cudagraph_capture_size=graphs)
@@ -133,7 +133,7 @@ def test_device_slots(store: Store, device: str, graphs: int, reason: str | None
     ],
 )
 def test_layer_number(name: str, number: int) -> None:
-    from moetier.serve.naming import layer_number
+    from moetier.engine.naming import layer_number
 
     assert layer_number(name, 48) == number
 
@@ -141,7 +141,7 @@ def test_layer_number(name: str, number: int) -> None:
 @pytest.mark.parametrize("spelling", LAYERS, ids=lambda spelling: spelling.template)
 @pytest.mark.parametrize("written", [0, 2])
 def test_a_module_and_its_tensors_are_of_the_same_layer(spelling: LayerSpelling, written: int) -> None:
-    from moetier.serve.naming import layer_number
+    from moetier.engine.naming import layer_number
 
     module = spelling.template.format(layer=written)
     ((number, name),) = ((layer.number, layer.name) for layer in find_layers([f"{module}.0.w1.weight"], 48))
@@ -154,7 +154,7 @@ def test_a_module_and_its_tensors_are_of_the_same_layer(spelling: LayerSpelling,
     ["model.experts", "model.layers.1.layers.2.experts", "mtp.layers.0.mlp.experts.x", "draft.layers.0.mlp.experts"],
 )
 def test_layer_number_that_cannot_be_told(name: str) -> None:
-    from moetier.serve.naming import layer_number
+    from moetier.engine.naming import layer_number
 
     with pytest.raises(UnsupportedModelError, match=name):
         layer_number(name, 48)
@@ -188,7 +188,7 @@ def test_the_real_engine_refuses(nano: Path, tmp_path: Path, engine: dict[str, A
     ids=["pipeline", "weight-transfer"],
 )
 def test_engines_that_are_refused_before_anything_is_opened(changes: dict[str, Any], reason: str) -> None:
-    from moetier.serve.vllm.runtime import tiered_model
+    from moetier.vllm.runtime import tiered_model
 
     def engine(pipeline_parallel_size: int = 1, weight_transfer_config: object = None) -> SimpleNamespace:
         return SimpleNamespace(
@@ -217,7 +217,7 @@ def test_engines_that_are_refused_before_anything_is_opened(changes: dict[str, A
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_options_of_vllm_that_are_refused_before_it_starts(extra: tuple[str, ...], reason: str | None) -> None:
-    from moetier.serve.refused import check_arguments
+    from moetier.launch.refused import check_arguments
 
     if reason is None:
         check_arguments(extra)

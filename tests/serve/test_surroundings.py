@@ -13,9 +13,9 @@ import pytest
 from moetier import folders
 from moetier.errors import SettingsError
 from moetier.folders import temporary_roots
-from moetier.serve import surroundings
-from moetier.serve.command import SOCKET_FOLDER_BYTES, ServeRequest
-from moetier.serve.surroundings import Surroundings, look, socket_root
+from moetier.launch import surroundings
+from moetier.launch.command import SOCKET_FOLDER_BYTES, ServeRequest
+from moetier.launch.surroundings import Surroundings, look, socket_root
 from moetier.settings import Settings
 from tests.serve.denied import deny
 from tests.serve.looking import child, looked
@@ -166,7 +166,7 @@ def test_vllms_queues_obey(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     code = """
         from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-        from moetier.serve.vllm.queues import fit_queues
+        from moetier.vllm.queues import fit_queues
         fit_queues()
         queue = MessageQueue(1, 1)
         print(queue.buffer.max_chunk_bytes >> 20, queue.buffer.max_chunks)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moetier.formats import BLOCK, ExpertMatrices, Matrix
+from moetier.contract import BLOCK, ExpertMatrices, Matrix
 
 Tensors = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 """name -> dtype, shape, and the bytes as an array of any type."""

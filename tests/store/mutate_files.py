@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 
-from moetier.store.names import LAYERS
+from moetier.checkpoint.names import LAYERS
 from tests.store.mutants import (
     ENCODERS,
     INDEX,

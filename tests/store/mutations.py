@@ -87,7 +87,7 @@ def outcome(seed: int, number: int, folder: Path) -> Outcome:
 
 def campaign(seed: int, count: int, folder: Path) -> tuple[Counter[tuple[str, str]], list[str]]:
     """Outcomes by class, and what must not be."""
-    logging.getLogger("moetier.store.index").setLevel(logging.ERROR)
+    logging.getLogger("moetier.checkpoint.index").setLevel(logging.ERROR)
     counts: Counter[tuple[str, str]] = Counter()
     wrong = []
     for number in range(count):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moetier.checkpoint.shards import Shards
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.shards import Shards
 
 
 def _rewrite(path: Path, body: dict[str, object]) -> None:

@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
+from moetier.contract import Family, LayerGeometry
 from moetier.errors import CheckpointError, MoetierError
-from moetier.formats import Family, LayerGeometry
 from moetier.store.check import first_difference
 from moetier.store.checkpoint import Checkpoint, MoeLayer, is_expert_tensor
 from tests.store.checkpoints import write_checkpoint, write_safetensors
@@ -112,7 +112,7 @@ def test_identity_changes_with_every_part_and_with_all_content_when_deep(tmp_pat
 
 def remove_tensor(path, name):
     """Take one tensor out of a checkpoint of one shard."""
-    from moetier.store.shards import read_shard
+    from moetier.checkpoint.shards import read_shard
 
     file = path / "model-00001-of-00001.safetensors"
     raw = file.read_bytes()

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from moetier.errors import RecordReadError, StoreError
-from moetier.residency.heat import Heat
 from moetier.store import build
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.heal import Healer
 from moetier.store.store import Store
 from moetier.store.verify import verify_store
+from moetier.tiers.heat import Heat
 from tests.store.checkpoints import write_checkpoint
 
 BUILD = """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moetier.store import files
-from moetier.store.files import write_durably, write_output
+from moetier import files
+from moetier.files import write_durably, write_output
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from moetier.checkpoint.shards import MAX_JSON, Shards, read_shard
 from moetier.errors import CheckpointError
-from moetier.store.shards import MAX_JSON, Shards, read_shard
 
 
 def file_of(header, data=b"", length=None):
@@ -163,7 +163,7 @@ def test_a_bomb_fills_at_most_a_gibibyte_were_it_of_the_largest_size(tmp_path, b
     path.write_bytes(file_of(bomb(MAX_JSON // 3)))
     code = (
         "import sys, re\nfrom pathlib import Path\nfrom moetier.errors import CheckpointError\n"
-        "from moetier.store.shards import read_shard\n"
+        "from moetier.checkpoint.shards import read_shard\n"
         "try:\n    read_shard(Path(sys.argv[1]))\n"
         "except CheckpointError as error:\n    assert len(str(error)) < 1000\n"
         "    print(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])\n"

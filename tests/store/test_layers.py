@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from moetier.engine.model import TieredModel
 from moetier.errors import CheckpointError, StoreError, UnsupportedModelError
-from moetier.layer.model import TieredModel
 from moetier.plan.headers import read_folder
 from moetier.settings import Settings
 from moetier.store.build import build_store

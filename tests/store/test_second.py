@@ -7,14 +7,14 @@ import shutil
 import numpy as np
 import pytest
 
+from moetier.checkpoint.shards import Shards
+from moetier.checkpoint.sources import fp8, int4, nvfp4
+from moetier.contract.requantize import requantize
 from moetier.errors import StoreError
-from moetier.formats.requantize import requantize
 from moetier.store import second
 from moetier.store.build import build_store
 from moetier.store.check import first_difference
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.shards import Shards
-from moetier.store.sources import fp8, int4, nvfp4
 from tests.store.mutants import ENCODERS, E, made, same, stored_values
 from tests.store.older import taken_for
 
@@ -34,7 +34,7 @@ def test_it_shares_no_code_with_the_sources():
         node.module for node in ast.walk(ast.parse(inspect.getsource(second))) if isinstance(node, ast.ImportFrom)
     ]
     ours = {module for module in modules if module and module.startswith("moetier")}
-    assert ours == {"moetier.errors", "moetier.formats"}
+    assert ours == {"moetier.errors", "moetier.contract"}
 
 
 def broken_decode(monkeypatch):

@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pytest
 
+from moetier.checkpoint.layers import LeftOut
+from moetier.contract import E2M1_VALUES, ExpertMatrices, Matrix, unpack_codes
+from moetier.contract.requantize import requantize
 from moetier.errors import CheckpointError, UnsupportedModelError
-from moetier.formats import E2M1_VALUES, ExpertMatrices, Matrix, unpack_codes
-from moetier.formats.requantize import requantize
 from moetier.store.build import build_store
 from moetier.store.check import first_difference
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
-from moetier.store.layers import LeftOut
 from moetier.store.store import Store
 from tests.store.checkpoints import base_config, common_tensors, random_expert, write_shards
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from moetier.contract import Family, LayerGeometry
 from moetier.errors import RecordReadError, StoreError
-from moetier.formats import Family, LayerGeometry
 from moetier.store.build import build_store
 from moetier.store.check import first_difference
 from moetier.store.checkpoint import Checkpoint

@@ -11,16 +11,16 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from moetier.amounts import amount_of
 from moetier.doctor.cache import for_disk, load_rates
 from moetier.doctor.examine import facts
-from moetier.doctor.facts import Machine
-from moetier.doctor.machine_file import read_machine
 from moetier.errors import SettingsError
+from moetier.machine.facts import Machine
+from moetier.machine.file import read_machine
 from moetier.plan.describe import DESCRIBED_THREADS, describe
 from moetier.plan.geometry import Geometry
 from moetier.plan.placement import Wanted
 from moetier.plan.predict import Draft
-from moetier.plan.serving import records_of
 from moetier.plan.workload import DEFAULT
 
 DEFAULT_CONTEXT = 32768
@@ -44,7 +44,7 @@ class Asked:
     threads: Annotated[int, _option("CPU threads of a machine in words.", min=1, max=4096)] = DESCRIBED_THREADS
     disk_size: Annotated[str | None, _option("Free space on disk: 2TB.")] = None
     dram_records: Annotated[str | None, _option("Experts of each layer in DRAM: a number, 25%, auto.")] = None
-    slots: Annotated[int | None, _option("Experts of each layer in slots of the devices.", min=0)] = None
+    slots: Annotated[str | None, _option("Experts of each layer in slots of the devices: a number, 25%, auto.")] = None
     residents: Annotated[int, _option("Slots fixed by heat, whose records take no DRAM.", min=0)] = 0
     tables: Annotated[str, _option("Lookup tables (Engram): auto, dram or disk.")] = "auto"
     context: Annotated[int | None, _option("Tokens of context (default: 32768, or all the model has).", min=1)] = None
@@ -96,8 +96,8 @@ class Asked:
         return Wanted(
             context=min(DEFAULT_CONTEXT, geometry.max_context) if self.context is None else self.context,
             streams=self.streams,
-            dram_records=records_of(self.dram_records, geometry.experts),
-            slots=self.slots,
+            dram_records=amount_of(self.dram_records, "--dram-records", geometry.experts),
+            slots=amount_of(self.slots, "--slots", geometry.experts),
             residents=self.residents,
             kv_format=self.kv_format,
             tables=self.tables,

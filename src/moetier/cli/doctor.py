@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from moetier.cli.deciding import REFUSED, decided_here
 from moetier.decision.decide import Decision
 from moetier.doctor.examine import examine, examine_and_measure
-from moetier.doctor.facts import CPU, Answer, Machine, Verdict
 from moetier.errors import SettingsError
+from moetier.launch.decide import REFUSED, decided_here
+from moetier.machine.facts import CPU, Answer, Machine, Verdict
 from moetier.plan import catalog
 
 COLOURS = {Verdict.FINE: "green", Verdict.SLOW: "yellow", Verdict.BROKEN: "red"}

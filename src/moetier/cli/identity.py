@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from moetier.layer.identity import IdentityReport, check_random, check_recorded
-from moetier.layer.recording import read_calls
+from moetier.engine.recording import read_calls
+from moetier.identity.long import IdentityReport, check_random, check_recorded
 from moetier.store.store import Store
 
 

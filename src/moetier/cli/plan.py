@@ -10,20 +10,20 @@ from typing import Annotated
 import typer
 
 from moetier.cli.asked import Asked, asking
-from moetier.cli.deciding import decided_on, refuse
-from moetier.cli.serving.options import SkipSupportCheck
+from moetier.cli.options import SkipSupportCheck
 from moetier.decision.decide import Decision
 from moetier.doctor.examine import software
-from moetier.doctor.facts import Machine
-from moetier.doctor.machine_file import read_machine
 from moetier.errors import SettingsError
+from moetier.files import write_output
+from moetier.launch.decide import decided_on, refuse
+from moetier.machine.facts import Machine
+from moetier.machine.file import read_machine
 from moetier.plan import calibration, catalog, report
 from moetier.plan.costs import engine_named
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import hardware_of
 from moetier.plan.planner import Question, make_plan, to_json
 from moetier.plan.plot import plan_svg
-from moetier.store.files import write_output
 
 UNFIT = 1
 """Exit code where the settings do not fit."""

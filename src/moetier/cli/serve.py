@@ -10,17 +10,17 @@ from typing import Any
 
 import typer
 
-from moetier.cli.deciding import decision_first
-from moetier.cli.serving import options as given
-from moetier.cli.serving.options import Model, StoreFolder
-from moetier.cli.serving.place import console
-from moetier.cli.serving.planning import request_of
-from moetier.cli.serving.start import check_cpus, start
+from moetier.cli import options as given
+from moetier.cli.options import Model, StoreFolder
 from moetier.errors import SettingsError
 from moetier.folders import state_home, takes_files
-from moetier.serve.command import ServeRequest
-from moetier.serve.keys import keys_of
-from moetier.serve.tls import check_certificate
+from moetier.launch.command import ServeRequest
+from moetier.launch.decide import decision_first
+from moetier.launch.keys import keys_of
+from moetier.launch.place import console
+from moetier.launch.planning import request_of
+from moetier.launch.start import check_cpus, start
+from moetier.launch.tls import check_certificate
 from moetier.settings import Settings
 
 __all__ = ["Model", "StoreFolder", "serve", "start"]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from moetier.cli.deciding import decided_here, decision_first, proceed
-from moetier.cli.serving.options import SkipSupportCheck
+from moetier.cli.options import SkipSupportCheck
 from moetier.errors import SettingsError
+from moetier.launch.decide import decided_here, decision_first, proceed
+from moetier.launch.progress import progress_bar
 from moetier.store.build import build_from
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.delete import Deleted, delete_source_of
@@ -25,8 +23,6 @@ from moetier.store.remote.hub import SCHEME
 from moetier.store.store import Store
 from moetier.store.trim import trim_checkpoint
 from moetier.store.verify import verify_store
-from moetier.store.work import Progress as Step
-from moetier.store.work import Report
 
 app = typer.Typer(help="Build and check expert stores.", no_args_is_help=True)
 
@@ -193,21 +189,6 @@ def verify(
         )
     if report.bad:
         raise typer.Exit(1)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Report]:
-    """A progress bar on stderr."""
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def step(at: Step) -> None:
-            if at.stage not in tasks:
-                tasks[at.stage] = bars.add_task(f"{at.stage} records", total=at.total)
-            bars.update(tasks[at.stage], completed=at.done)
-
-        yield step
 
 
 def _print_json(value: dict[str, Any]) -> None:

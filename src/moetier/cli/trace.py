@@ -12,12 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from moetier.amounts import amount_of
 from moetier.cli.verbs import group
 from moetier.errors import SettingsError
-from moetier.residency import POLICIES
-from moetier.residency.heat import Heat
-from moetier.residency.simulate import Plan, Scores, simulate
-from moetier.residency.trace import Trace
+from moetier.tiers.heat import Heat
+from moetier.tiers.policy import POLICIES
+from moetier.trace.record import Trace
+from moetier.trace.simulate import Plan, Scores, simulate
 
 app = typer.Typer(
     cls=group({"record": "moetier_bench.cli.record:record"}),
@@ -79,9 +80,9 @@ def simulate_trace(
     counts = None if heat is None else _heat(heat, opened)
     rows = []
     for size in slots or ["25%"]:
-        wanted = _number("--slots", size, header.experts)
+        wanted = _amount("--slots", size, header.experts)
         for name in policy or list(POLICIES):
-            plan = Plan(wanted, name, _number("--resident", resident, wanted), fills, learn)
+            plan = Plan(wanted, name, _amount("--resident", resident, wanted), fills, learn)
             rows.append((plan, simulate(opened, plan, None if counts is None else counts.copy())))
     if as_json:
         print(json.dumps({"trace": asdict(header), "runs": [_row(plan, scores) for plan, scores in rows]}))
@@ -113,16 +114,12 @@ def _print(rows: list[tuple[Plan, Scores]], experts: int) -> None:
     console.print(table, markup=False)
 
 
-def _number(option: str, text: str, whole: int) -> int:
-    """A number, or a share of `whole`."""
-    share = text.removesuffix("%")
-    try:
-        value = int(whole * float(share) / 100) if share != text else int(text)
-    except (ValueError, OverflowError):
-        value = -1
-    if not 0 <= value <= whole:
-        raise SettingsError(f"{option}: expected a number from 0 to {whole}, or a share such as 25%, found {text!r}")
-    return value
+def _amount(option: str, text: str, whole: int) -> int:
+    """A number or a share of `whole`, and no more than that; "auto" is all."""
+    count = amount_of(text, option, whole)
+    if count is not None and count > whole:
+        raise SettingsError(f"{option} {text}: expected at most {whole}")
+    return whole if count is None else count
 
 
 def _heat(path: Path, trace: Trace) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
+
+from moetier.errors import NotBuiltError
 
 VERBS = {
     "store": "moetier.cli.store:app",
@@ -46,9 +48,22 @@ def group(verbs: Mapping[str, str]) -> type[TyperGroup]:
     return Verbs
 
 
+def _refusal(error: NotBuiltError) -> Callable[..., None]:
+    """Return a verb that takes whatever it is given and says why it cannot run; the others are listed beside it."""
+
+    def refused(words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+        """Not in this installation, which lacks the compiled kernels."""
+        raise error
+
+    return refused
+
+
 def _load(verb: str, where: str) -> TyperCommand | TyperGroup:
     module, name = where.split(":")
-    found = getattr(import_module(module), name)
+    try:
+        found = getattr(import_module(module), name)
+    except NotBuiltError as error:
+        found = _refusal(error)
     if isinstance(found, typer.Typer):
         command: TyperCommand | TyperGroup = get_group(found)
     else:

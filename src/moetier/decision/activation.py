@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from moetier.checkpoint import config as keys
+from moetier.contract import Family
 from moetier.decision.row import AS_IT_IS
 from moetier.errors import CheckpointError, UnsupportedModelError
-from moetier.formats import Family
-from moetier.store import config as keys
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "moe_hidden_act", "activation_function", "ffn_act")
 SILU = ("silu", "swish", "swiglu")

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from moetier.checkpoint.names import MoeLayer
 from moetier.decision import activation
 from moetier.decision.facts import Facts
 from moetier.decision.kinds import kind_of
 from moetier.decision.row import Here, Level
 from moetier.decision.rows import ROWS
 from moetier.decision.serving import TRUST, drafter_problem, supports
-from moetier.doctor.facts import Support
 from moetier.errors import RefusedError, UnsupportedModelError
-from moetier.store.names import MoeLayer
+from moetier.machine.facts import Support
 from moetier.vllm_arguments import has
 
 ANYWHERE = Here()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from moetier.checkpoint import config as keys
+from moetier.contract import LayerGeometry
 from moetier.decision import activation
 from moetier.decision.facts import Facts
 from moetier.decision.kinds import INSTEAD, kind_of, sample
 from moetier.decision.row import AS_IT_IS, Found, Here
 from moetier.errors import MoetierError, UnsupportedModelError
-from moetier.formats import LayerGeometry
-from moetier.store import config as keys
 
 ON_INPUT = ("apply_router_weight_on_input", "moe_apply_router_weight_on_input")
 LATENT = ("moe_latent_size", "routed_expert_hidden_size", "moe_latent_dim")

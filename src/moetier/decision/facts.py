@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moetier.checkpoint import config as keys
+from moetier.checkpoint.names import MoeLayer, find_layers
+from moetier.checkpoint.shards import Tensor, read_json
 from moetier.errors import CheckpointError
-from moetier.store import config as keys
-from moetier.store.names import MoeLayer, find_layers
-from moetier.store.shards import Tensor, read_json
 
 MARK = ".experts."
 TOKENIZER = "tokenizer_config.json"

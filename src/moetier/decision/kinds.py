@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moetier.checkpoint import config as keys
+from moetier.checkpoint.names import MATRICES
+from moetier.checkpoint.shards import Tensor
 from moetier.decision.facts import ExpertParts
-from moetier.store import config as keys
-from moetier.store.names import MATRICES
-from moetier.store.shards import Tensor
 
 INSTEAD = (
     "take this model's BF16, FP8 (E4M3), NVFP4 (modelopt), INT4 (compressed-tensors, symmetric) or MXFP4 "

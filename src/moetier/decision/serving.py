@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from moetier.checkpoint import config as keys
 from moetier.decision.facts import Facts
 from moetier.decision.row import Found, Here
-from moetier.doctor.facts import Answer, Support
-from moetier.doctor.support import check
-from moetier.store import config as keys
+from moetier.decision.support import check
+from moetier.machine.facts import Answer, Support
 from moetier.vllm_arguments import has
 
 TRUST = "--trust-remote-code"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moetier.doctor.facts import Machine, Rates
 from moetier.doctor.judge_rates import require_possible
-from moetier.doctor.machine_file import read_rates
 from moetier.errors import SettingsError
+from moetier.files import write_durably
 from moetier.folders import cache_home
-from moetier.store.files import write_durably
+from moetier.machine.facts import Machine, Rates
+from moetier.machine.file import read_rates
 
 
 def rates_file(identity: str) -> Path:

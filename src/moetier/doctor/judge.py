@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetier.doctor.facts import Cpu, Disk, Finding, Gpu, IoUring, Machine, Memory, Verdict
-from moetier.layer.fit import ENGINE_BYTES
+from moetier.budget import ENGINE_BYTES
+from moetier.machine.facts import Cpu, Disk, Finding, Gpu, IoUring, Machine, Memory, Verdict
 
 GIB = 2**30
 FINE, SLOW, BROKEN = Verdict.FINE, Verdict.SLOW, Verdict.BROKEN
 OLDEST_CAPABILITY = (8, 0)
-"""What the kernels of device slots are written for (kernels/gpu/cuda_path.py)."""
+"""What the kernels of device slots are written for (kernels/cuda/path.py)."""
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}
 """Bytes a second of one lane and direction by PCIe generation, after line coding."""
 NARROW_LINK = 12e9

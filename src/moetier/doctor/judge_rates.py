@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetier.doctor.facts import Cpu, DiskRate, Finding, Gpu, Machine, Rates, Verdict
 from moetier.doctor.judge import link_bytes_per_s
 from moetier.errors import SettingsError
+from moetier.machine.facts import Cpu, DiskRate, Finding, Gpu, Machine, Rates, Verdict
 
 NEAR = 0.95
 """Part of the best from which on thread counts are as good as each other."""

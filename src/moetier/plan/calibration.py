@@ -19,11 +19,11 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from moetier.errors import SettingsError
+from moetier.files import read_small, write_durably
 from moetier.folders import state_home
 from moetier.plan.costs import Costs
 from moetier.plan.geometry import Facts
 from moetier.plan.predict import Case, metrics, ttft
-from moetier.store.files import read_small, write_durably
 
 LARGEST = 1 << 20
 LARGEST_RESULT = 256 << 20

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from moetier.decision.facts import Facts
 from moetier.errors import CheckpointError
+from moetier.files import read_small
 from moetier.plan.geometry import Geometry, parse_geometry
 from moetier.plan.headers import Headers, folder_headers, hub_headers
-from moetier.store.files import read_small
 from moetier.store.remote.hub import SCHEME
 
-FOLDER = Path(__file__).with_name("models")
+FOLDER = Path(__file__).with_name("shapes")
 LARGEST = 1 << 20
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from moetier.doctor.facts import Disk, DiskRate, DramRate, Gpu, GpuRate, Machine, Rates
 from moetier.errors import SettingsError
+from moetier.machine.facts import Disk, DiskRate, DramRate, Gpu, GpuRate, Machine, Rates
 from moetier.plan.cards import CARDS, card_named, near_names, usual_card
 from moetier.plan.hardware import GIB, TAKEN_FOR, described_cpu, described_memory, dram_by_channels
 from moetier.vllm_arguments import NUMBER

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from moetier.contract import LayerGeometry, RecordLayout
 from moetier.errors import CheckpointError
-from moetier.formats import LayerGeometry, RecordLayout
 
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Positive = Annotated[int, Field(gt=0, le=1 << 30)]

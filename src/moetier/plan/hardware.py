@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moetier.doctor.facts import Cpu, Gpu, Machine, Memory, Rates
+from moetier.contract.record import RecordLayout
 from moetier.errors import SettingsError
-from moetier.formats.record import RecordLayout
+from moetier.machine.facts import Cpu, Gpu, Machine, Memory, Rates
 from moetier.plan.cards import Card, card_named, usual_card
 
 GIB = 2**30

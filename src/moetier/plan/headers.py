@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moetier.checkpoint import config as keys
+from moetier.checkpoint.experts import open_experts
+from moetier.checkpoint.index import choose_files, lawful
+from moetier.checkpoint.shards import MAX_JSON, Shard, Shards, Tensor, parse_shard, read_config, read_json
 from moetier.decision.decide import format_of, require_readable
 from moetier.decision.facts import TOKENIZER, WHOLE_TOKENIZER, Facts, TokenizerFiles
 from moetier.errors import CheckpointError
 from moetier.plan import kv
 from moetier.plan.geometry import Drafter, Geometry, KvLayout
 from moetier.plan.parts import sort_tensors
-from moetier.store import config as keys
-from moetier.store.experts import open_experts
-from moetier.store.index import choose_files, lawful
 from moetier.store.origin import Origin
 from moetier.store.remote.fetch import Fetcher, Patience, RemoteFile
 from moetier.store.remote.hub import SCHEME, Repository, open_repository
-from moetier.store.shards import MAX_JSON, Shard, Shards, Tensor, parse_shard, read_config, read_json
 
 FIRST_READ = 1 << 16
 """Bytes of a shard's first request: its length field, and often the whole header."""

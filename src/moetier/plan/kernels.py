@@ -1,6 +1,6 @@
 """What the experts of one layer call take on the device: the kernels that so many tokens are given to.
 
-Three kinds (kernels/gpu): one launch for one token (one.cu); for a few, launches that read an expert once for GROUP of
+Three kinds (kernels/cuda): one launch for one token (one.cu); for a few, launches that read an expert once for GROUP of
 its pairs (decode.cu); for more than FEW_PAIRS pairs, tiles of TILE pairs of one expert (prefill.cu), which unpack its
 weights once a tile and multiply STEP pairs at a time.
 """
@@ -15,7 +15,7 @@ from moetier.plan.geometry import Geometry
 from moetier.plan.workload import routed
 
 FEW_PAIRS, GROUP, TILE, STEP = 128, 8, 128, 16
-"""MAX_PAIRS and GROUP of kernels/gpu/cuda_decode.py; the panels of cuda_path.py on Hopper, 48 pairs elsewhere."""
+"""MAX_PAIRS and GROUP of kernels/cuda/decode.py; the panels of cuda_path.py on Hopper, 48 pairs elsewhere."""
 
 
 def device_seconds(geometry: Geometry, costs: Costs, chances: NDArray[np.float64], rows: float, ranks: int) -> float:

@@ -2,7 +2,7 @@
 
 A call of `n` missed records has k of them streamed, which the device computes with its own experts once they are there,
 while the CPU computes the others, slower while the link reads the same DRAM. It ends after the slowest of CPU, link and
-device, and the DRAM; k is what `plan_step` of kernels/gpu/cuda/hybrid.cuh chooses. Few records cannot be divided
+device, and the DRAM; k is what `plan_step` of kernels/cuda/source/hybrid.cuh chooses. Few records cannot be divided
 evenly, so the time follows from how often each n occurs and not from the mean n.
 """
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from moetier.checkpoint.shards import Tensor
 from moetier.plan.geometry import Parts
-from moetier.store.shards import Tensor
 
 EXAMPLES = 8
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,4})\.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from moetier.budget import ENGINE_BYTES, GIB, device_rows, reserve_of
+from moetier.contract import LayerGeometry
+from moetier.contract.geometry import BLOCK
 from moetier.errors import SettingsError
-from moetier.formats import LayerGeometry
-from moetier.formats.geometry import BLOCK
-from moetier.layer.fit import ENGINE_BYTES, GIB, device_rows, reserve_of
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import Hardware
 from moetier.plan.misses import STAGED

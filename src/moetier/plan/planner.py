@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moetier.doctor.facts import Machine, Support
-from moetier.doctor.support import check, devices_of
+from moetier.decision.support import check, devices_of
+from moetier.machine.facts import Machine, Support
 from moetier.plan import workload as workloads
 from moetier.plan.calibration import Calibration
 from moetier.plan.costs import Costs, Engine, costs_of, engine_named

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from moetier.errors import SettingsError
 from moetier.plan.geometry import Geometry
-from moetier.residency.simulate import hit_rate as simulated_hit_rate
-from moetier.residency.trace import Trace
 from moetier.settings import Settings
+from moetier.trace.record import Trace
+from moetier.trace.simulate import hit_rate as simulated_hit_rate
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.contract.requantize import Loss
 from moetier.decision.decide import decide
 from moetier.errors import CheckpointError, DamagedWeightsError, StoreError
-from moetier.formats.requantize import Loss
+from moetier.files import locked_folder, store_errors, sweep, sync_folder, write_all, write_durably
 from moetier.store import manifest as fmt
 from moetier.store.check import Checker
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.describe import LOSS, LayerFiles, describe, entry_before, layer_files
-from moetier.store.files import locked_folder, store_errors, sweep, sync_folder, write_all, write_durably
 from moetier.store.finished import LOCK, Finished, Target
 from moetier.store.manifest import Manifest
 from moetier.store.store import slice_sums

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.checkpoint.shards import pread_into
+from moetier.contract import ExpertMatrices, RecordLayout
 from moetier.errors import StoreError
-from moetier.formats import ExpertMatrices, RecordLayout
+from moetier.files import store_errors
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.describe import LayerFiles
-from moetier.store.files import store_errors
 from moetier.store.second import SecondReader
-from moetier.store.shards import pread_into
 from moetier.store.store import slice_sums
 from moetier.store.work import Meter, Report, for_each
 

@@ -7,19 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moetier.checkpoint import config as keys
+from moetier.checkpoint.experts import open_experts
+from moetier.checkpoint.layers import LeftOut
+from moetier.checkpoint.names import MoeLayer, is_expert_tensor
+from moetier.checkpoint.shards import Shards, Tensor, read_config, read_json
+from moetier.checkpoint.sources import Converted, LayerSource
+from moetier.contract import ExpertMatrices, Family, LayerGeometry
 from moetier.decision.activation import family as family_of
 from moetier.decision.decide import require_readable
 from moetier.decision.facts import Facts, TokenizerFiles
 from moetier.errors import CheckpointError
-from moetier.formats import ExpertMatrices, Family, LayerGeometry
-from moetier.store import config as keys
-from moetier.store.experts import open_experts
 from moetier.store.identity import Identity, content_identity, headers_identity, sampled_identity
-from moetier.store.layers import LeftOut
-from moetier.store.names import MoeLayer, is_expert_tensor
 from moetier.store.origin import Origin
-from moetier.store.shards import Shards, Tensor, read_config, read_json
-from moetier.store.sources import Converted, LayerSource
 
 __all__ = ["Checkpoint", "MoeLayer", "is_expert_tensor"]
 

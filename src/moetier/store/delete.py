@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moetier.errors import CheckpointError, StoreError
+from moetier.files import store_errors, sync_folder
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import store_errors, sync_folder
 from moetier.store.match import compare_all, open_store
 from moetier.store.trim import is_there
 from moetier.store.verify import verify_store

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moetier import __version__
-from moetier.formats import LayerGeometry, RecordLayout
-from moetier.formats.requantize import Loss
+from moetier.contract import LayerGeometry, RecordLayout
+from moetier.contract.requantize import Loss
+from moetier.files import store_errors
 from moetier.store import manifest as fmt
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import store_errors
 
 LOSS = ".loss"
 

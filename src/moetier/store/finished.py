@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from moetier.contract import LayerGeometry, RecordLayout
 from moetier.errors import StoreError
-from moetier.formats import LayerGeometry, RecordLayout
+from moetier.files import locked_folder, store_errors, sync_folder, write_durably
 from moetier.store import manifest as fmt
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.describe import LayerFiles, layer_files
-from moetier.store.files import locked_folder, store_errors, sync_folder, write_durably
 from moetier.store.identity import Identity
 from moetier.store.manifest import Manifest
 from moetier.store.match import compare_all

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.errors import CheckpointError, RecordReadError
+from moetier.files import write_all
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import write_all
 from moetier.store.store import Store
 
 logger = logging.getLogger(__name__)

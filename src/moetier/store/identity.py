@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetier.checkpoint.shards import Shards
 from moetier.errors import CheckpointError
-from moetier.store.shards import Shards
 
 HASH_CHUNK = 1 << 22
 READERS = 8

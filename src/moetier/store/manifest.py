@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moetier.contract import Family, LayerGeometry
 from moetier.errors import MoetierError, StoreError
-from moetier.formats import Family, LayerGeometry
-from moetier.store.files import read_small
+from moetier.files import read_small
 from moetier.store.identity import Identity
 
 FORMAT = 1

@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from moetier.checkpoint.names import MoeLayer
+from moetier.checkpoint.shards import Shards, read_json
 from moetier.errors import CheckpointError
 from moetier.store.identity import Identity, headers_identity, sampled_identity
 from moetier.store.manifest import SHA256, GeometryEntry, Sealed, StrictModel
-from moetier.store.names import MoeLayer
-from moetier.store.shards import Shards, read_json
 
 FILE = "moetier-origin.json"
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.contract import ExpertMatrices, Matrix
 from moetier.errors import CheckpointError
-from moetier.formats import ExpertMatrices, Matrix
 
 Values = NDArray[np.float64]
 Bytes = NDArray[np.uint8]

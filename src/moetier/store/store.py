@@ -13,11 +13,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from moetier.checkpoint.shards import pread_into
+from moetier.contract import RecordLayout
 from moetier.errors import RecordReadError, StoreError
-from moetier.formats import RecordLayout
-from moetier.store.files import open_to_read, read_small
+from moetier.files import open_to_read, read_small
 from moetier.store.manifest import Manifest
-from moetier.store.shards import pread_into
 
 
 def slice_sums(layout: RecordLayout, data: NDArray[np.uint8], first: int = 0) -> Iterator[int]:

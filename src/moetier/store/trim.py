@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from moetier.checkpoint.shards import INDEX_SUFFIX, Shard, Shards, Tensor, read_shard
 from moetier.errors import CheckpointError, StoreError
+from moetier.files import locked_folder, store_errors, sweep, sync_folder, write_all, write_durably
 from moetier.store import manifest
 from moetier.store import origin as note
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import locked_folder, store_errors, sweep, sync_folder, write_all, write_durably
 from moetier.store.identity import sampled_identity
 from moetier.store.manifest import GeometryEntry
-from moetier.store.shards import INDEX_SUFFIX, Shard, Shards, Tensor, read_shard
 from moetier.store.work import Meter, Report
 
 PARTIAL = ".partial"

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from moetier.errors import RecordReadError, StoreError
+from moetier.files import open_to_read
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import open_to_read
 from moetier.store.match import compare_some, open_store
 from moetier.store.store import Store
 from moetier.store.work import Meter, Report, default_threads, for_each

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import typer
 
+from moetier.cli.verbs import group
 from moetier_bench.cli import documents, measure, results
-from moetier_bench.cli.kernel import kernel
 
 app = typer.Typer(
-    help="Measure this machine and served models; check, compare and render results.", no_args_is_help=True
+    cls=group({"kernel": "moetier_bench.cli.kernel:kernel"}),
+    help="Measure this machine and served models; check, compare and render results.",
+    no_args_is_help=True,
 )
 app.command("list")(documents.list_documents)
 app.command("lint")(documents.lint)
@@ -21,4 +23,3 @@ app.command("render")(results.render)
 app.command("report")(results.report)
 app.command("import")(results.import_file)
 app.command("sweep")(measure.sweep)
-app.command("kernel")(kernel)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moetier import __version__
-from moetier.serve.keys import keys_of
+from moetier.launch.keys import keys_of
 from moetier_bench.eval.ask import Server, evaluate, model_of
 from moetier_bench.eval.compare import Comparison, compare
 from moetier_bench.eval.items import Item, Text, load_sets

@@ -14,8 +14,8 @@ import typer
 
 from moetier.cli import serve
 from moetier.cli.trace import show
-from moetier.serve.command import ServeRequest, served_name, url_from_here
-from moetier.serve.keys import keys_of
+from moetier.launch.command import ServeRequest, served_name, url_from_here
+from moetier.launch.keys import keys_of
 from moetier.settings import Settings
 from moetier_bench.eval.ask import Server, evaluate
 from moetier_bench.eval.items import load_sets

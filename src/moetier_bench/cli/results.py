@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from moetier.store.files import write_output
+from moetier.files import write_output
 from moetier_bench import BenchError
 from moetier_bench.cli.common import HERE, Json, Root, findings, wanted
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moetier.errors import StoreError
-from moetier.store.files import read_small
+from moetier.files import read_small
 from moetier_bench.eval import EvalError
 
 MAX_BYTES = 1 << 30

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moetier.formats import BLOCK, E2M1_VALUES, Family, Matrix, unpack_codes
-from moetier.formats.e8m0 import e8m0_to_float
+from moetier.contract import BLOCK, E2M1_VALUES, Family, Matrix, unpack_codes
+from moetier.contract.e8m0 import e8m0_to_float
 from moetier.store.store import Store
 from moetier_bench.eval import EvalError
 from moetier_bench.eval.quality_numerics import Arithmetic

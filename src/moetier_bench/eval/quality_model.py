@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moetier.layer import TieredModel
-from moetier.serve.hf import NAME, load_model
-from moetier.serve.naming import layer_number
-from moetier.serve.tensors import run_layer
+from moetier.engine import TieredModel
+from moetier.engine.naming import layer_number
+from moetier.engine.tensors import run_layer
 from moetier.settings import Settings
 from moetier.store.build import build_store
+from moetier.transformers.experts import NAME, load_model
 from moetier_bench.eval import EvalError
 from moetier_bench.eval.quality_experts import Experts
 from moetier_bench.eval.quality_numerics import ARITHMETICS, OURS, VARIANTS, Arithmetic

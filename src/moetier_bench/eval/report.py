@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moetier.errors import StoreError
-from moetier.store.files import read_small, write_output
+from moetier.files import read_small, write_output
 from moetier_bench.eval import EvalError
 from moetier_bench.eval.items import MAX_BYTES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moetier.kernels.gpu import nvrtc
+from moetier.kernels.cuda import nvrtc
 
 MULTIPROCESSORS = 3
 SHARED_BYTES_A_BLOCK = 227 * 1024

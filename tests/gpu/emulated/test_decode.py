@@ -8,11 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
-from moetier.formats import Family, LayerGeometry, RecordLayout  # noqa: E402
-from moetier.kernels import oracle  # noqa: E402
-from moetier.kernels.gpu import nvrtc  # noqa: E402
-from moetier.kernels.gpu.base import Call, Sizes  # noqa: E402
-from moetier.kernels.gpu.cuda_decode import NOT_HYBRID, Activations, FewTokens, OneToken  # noqa: E402
+from moetier.contract import (  # noqa: E402
+    Family,
+    LayerGeometry,
+    RecordLayout,
+    oracle,
+)
+from moetier.kernels.cuda import nvrtc  # noqa: E402
+from moetier.kernels.cuda.base import Call, Sizes  # noqa: E402
+from moetier.kernels.cuda.decode import NOT_HYBRID, Activations, FewTokens, OneToken  # noqa: E402
 from tests.gpu.emulated.emulation import MULTIPROCESSORS, SHARED_BYTES_A_BLOCK, Emulation  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not shutil.which("c++"), reason="compiles the kernels with the C++ compiler")

@@ -8,15 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
-from moetier.formats import LayerGeometry, RecordLayout  # noqa: E402
+from moetier.contract import LayerGeometry, RecordLayout  # noqa: E402
+from moetier.engine.hybrid.model import mail_arrays  # noqa: E402
 from moetier.kernels.cpu import CpuExperts, ThreadPool  # noqa: E402
 from moetier.kernels.cpu.mailbox import Mailbox  # noqa: E402
-from moetier.kernels.gpu import hybrid  # noqa: E402
-from moetier.kernels.gpu.cuda_path import CudaPath  # noqa: E402
-from moetier.kernels.gpu.hybrid import ALL_CPU, ALL_STREAM, Costs, HybridPath, LayerTables  # noqa: E402
+from moetier.kernels.cuda import hybrid  # noqa: E402
+from moetier.kernels.cuda.hybrid import ALL_CPU, ALL_STREAM, Costs, HybridPath, LayerTables  # noqa: E402
+from moetier.kernels.cuda.path import CudaPath  # noqa: E402
 from moetier.kernels.protocol import COUNTS  # noqa: E402
-from moetier.layer.hybrid.model import mail_arrays  # noqa: E402
-from moetier.residency.arena import Arena  # noqa: E402
+from moetier.tiers.arena import Arena  # noqa: E402
 from tests.gpu.emulated.test_decode import CPU, V4, Case, emulated, emulation  # noqa: E402, F401
 
 pytestmark = pytest.mark.skipif(not shutil.which("c++"), reason="compiles the kernels with the C++ compiler")

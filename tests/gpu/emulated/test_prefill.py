@@ -9,8 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the device tier wants torch")
 
-from moetier.formats import Family, LayerGeometry  # noqa: E402
-from moetier.kernels.gpu import cuda_path, nvrtc  # noqa: E402
+from moetier.contract import Family, LayerGeometry  # noqa: E402
+from moetier.kernels.cuda import nvrtc  # noqa: E402
+from moetier.kernels.cuda import path as cuda_path  # noqa: E402
 from tests.gpu.emulated.test_decode import CPU, V4, Case, emulated, emulation  # noqa: E402, F401
 
 pytestmark = pytest.mark.skipif(not shutil.which("c++"), reason="compiles the kernels with the C++ compiler")

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from moetier.formats import ExpertMatrices, Family, LayerGeometry, Matrix, RecordLayout
-from moetier.kernels import oracle
-from moetier.kernels.gpu import DeviceExperts
+from moetier.contract import ExpertMatrices, Family, LayerGeometry, Matrix, RecordLayout, oracle
+from moetier.kernels.cuda import DeviceExperts
 
 V4 = Family(swiglu_limit=10.0, route_weight_before_down=True)
 TIGHT = Family(swiglu_limit=0.5)

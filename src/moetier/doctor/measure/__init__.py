@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from moetier.doctor.facts import DramRate, Machine, Rates
+from moetier.contract import RecordLayout
 from moetier.doctor.judge_rates import require_possible
 from moetier.doctor.measure.cpu import measure_dram, measure_kernel
 from moetier.doctor.measure.disk import measure_disk
@@ -13,8 +13,8 @@ from moetier.doctor.measure.gpu import measure_links
 from moetier.doctor.measure.kernel import parse_shape
 from moetier.doctor.measure.others import Others
 from moetier.errors import SettingsError
-from moetier.formats import RecordLayout
-from moetier.machine import serving_threads
+from moetier.machine.facts import DramRate, Machine, Rates
+from moetier.machine.limits import serving_threads
 
 ATTEMPTS = 3
 

@@ -6,12 +6,12 @@ import statistics
 
 import numpy as np
 
-from moetier import machine
-from moetier.doctor.facts import Cpu, DramRate, KernelRate
 from moetier.doctor.measure.kernel import bench_kernel, parse_shape
 from moetier.errors import SettingsError
 from moetier.kernels.cpu import ThreadPool, fastest_read, read_bandwidth
-from moetier.residency.pages import map_touched
+from moetier.machine import limits as machine
+from moetier.machine.facts import Cpu, DramRate, KernelRate
+from moetier.tiers.pages import map_touched
 
 READ_BYTES = 1 << 30
 """Read at a time: beyond every last-level cache but those of the largest servers."""

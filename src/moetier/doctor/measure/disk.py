@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moetier.doctor.facts import Disk, DiskRate
 from moetier.errors import SettingsError
+from moetier.machine.facts import Disk, DiskRate
 
 BLOCK = 4096
 DEPTHS = (1, 2, 4, 8, 16, 32)

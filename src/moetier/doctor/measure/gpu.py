@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moetier.doctor.facts import Gpu, GpuRate
 from moetier.errors import SettingsError
+from moetier.machine.facts import Gpu, GpuRate
 
 if TYPE_CHECKING:
     import torch

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier import machine
+from moetier.contract import Family, LayerGeometry, RecordLayout
 from moetier.errors import MoetierError, SettingsError
-from moetier.formats import Family, LayerGeometry, RecordLayout
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas, fastest_read, integer_peak, read_bandwidth
 from moetier.kernels.cpu.measure import ReadWay
+from moetier.machine import limits as machine
 
 SHAPES = {
     "v4-flash": LayerGeometry(4096, 2048, 256, 6),

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moetier import machine
-from moetier.doctor.probe.files import text
+from moetier.machine import limits as machine
+from moetier.machine.probe.files import text
 
 IDLE = (3, 4)
 """Columns of /proc/stat that count no work: idle, and waiting for a disk."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.contract import Family, LayerGeometry
 from moetier.errors import SettingsError, StoreError
-from moetier.formats import Family, LayerGeometry
 from moetier.kernels.cpu import _native
 from moetier.kernels.cpu.isa import choose_isa
 from moetier.kernels.cpu.pool import ThreadPool

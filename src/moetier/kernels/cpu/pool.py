@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moetier import machine, numa
+from moetier.amounts import MAX_THREADS
 from moetier.errors import SettingsError
 from moetier.kernels.cpu import _native
+from moetier.machine import limits as machine
+from moetier.machine import numa
 
 
 class ThreadPool:
@@ -35,8 +37,8 @@ class ThreadPool:
                 f"its own are {list(machine.allowed_cpus())}; name some of those"
             )
         count = machine.default_threads(chosen) if threads is None else threads
-        if not 1 <= count <= machine.MAX_THREADS:
-            raise SettingsError(f"threads: expected 1 to {machine.MAX_THREADS}, found {count}")
+        if not 1 <= count <= MAX_THREADS:
+            raise SettingsError(f"threads: expected 1 to {MAX_THREADS}, found {count}")
         try:
             of_threads = numa.cpus_of_threads(count, chosen, numa.nodes(chosen))
             self._native: _native.Pool | None = _native.Pool(count, [list(cpus) for cpus in of_threads])

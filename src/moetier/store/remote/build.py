@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
+from moetier.checkpoint.index import INDEX_SUFFIX, choose_files, lawful
+from moetier.checkpoint.shards import MAX_JSON, Shard, Shards, parse_shard, read_json
 from moetier.errors import CheckpointError, StoreError
+from moetier.files import locked_folder, store_errors, write_durably
 from moetier.store.build import BuildReport, build_from
 from moetier.store.checkpoint import Checkpoint
-from moetier.store.files import locked_folder, store_errors, write_durably
-from moetier.store.index import INDEX_SUFFIX, choose_files, lawful
 from moetier.store.manifest import FILE, Manifest
 from moetier.store.match import compare_some
 from moetier.store.remote.cache import RangedShards, RemoteShards, ShardCache
 from moetier.store.remote.fetch import Fetcher, Patience
 from moetier.store.remote.hub import Repository, open_repository
-from moetier.store.shards import MAX_JSON, Shard, Shards, parse_shard, read_json
 from moetier.store.store import Store
 from moetier.store.trim import LOCK, PARTIAL, WEIGHTS, copy_small_files, finish, has_size, is_there, trim_shard
 from moetier.store.work import Meter, Report

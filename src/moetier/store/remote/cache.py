@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moetier.checkpoint.samples import sample_shard
+from moetier.checkpoint.shards import Shard, Shards, Tensor
 from moetier.errors import CheckpointError
-from moetier.store.files import store_errors, sync_folder, write_durably
+from moetier.files import store_errors, sync_folder, write_durably
 from moetier.store.remote.fetch import Fetcher, RemoteFile
-from moetier.store.samples import sample_shard
-from moetier.store.shards import Shard, Shards, Tensor
 
 PART = ".part"
 HASH_CHUNK = 1 << 22

@@ -1,1 +1,0 @@
-"""What `moetier serve` does, in parts."""

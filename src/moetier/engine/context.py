@@ -1,0 +1,26 @@
+"""What the layers of a model share in a step: what the engine says of it, and who listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moetier.engine.recording import Recorder
+from moetier.tiers.step import UNKNOWN, Step
+from moetier.trace.record import TraceWriter
+
+
+@dataclass
+class Context:
+    """One a model. The engine's side sets `step` and `real` before a forward."""
+
+    step: Step = UNKNOWN
+    real: bool = True
+    """False while the engine warms up on made-up tokens: nothing is counted then, and nothing learnt or recorded."""
+    recorder: Recorder | None = None
+    trace: TraceWriter | None = None
+
+    def close(self) -> None:
+        """Close the recordings."""
+        for listener in (self.recorder, self.trace):
+            if listener is not None:
+                listener.close()

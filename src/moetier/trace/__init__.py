@@ -1,0 +1,1 @@
+"""Routing traces: recorded, replayed, simulated."""

@@ -1,0 +1,1 @@
+"""The same layer under Hugging Face transformers."""
