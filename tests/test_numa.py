@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from moetier.kernels.cpu import ThreadPool
-from moetier.machine.limits import allowed_cpus, numa
+from moetier.machine import numa
+from moetier.machine.limits import allowed_cpus
 from moetier.machine.numa import Node
 
 
@@ -128,7 +129,7 @@ def test_no_information_is_one_log_line(monkeypatch, caplog):
 WORKERS = """
 import os, sys, time
 from pathlib import Path
-from moetier import numa
+from moetier.machine import numa
 from moetier.machine.numa import Node
 first, second = map(int, sys.argv[1:])
 numa.nodes = lambda cpus: (Node(0, (first,)), Node(1, (second,)))

@@ -27,16 +27,16 @@ class Amount:
         return int(whole * self.percent / 100) if self.count is None else self.count
 
 
-def parse_amount(value: int | str) -> Amount | None:
+def parse_amount(value: object) -> Amount | None:
     """Return what `value` says: a number, a share such as 25%, or "auto" (None: what fits). ValueError otherwise."""
-    text = str(value)
+    text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     if text == AUTO:
         return None
     if COUNT.fullmatch(text):
         return Amount(int(text))
     if SHARE.fullmatch(text) and float(text[:-1]) <= 100:
         return Amount(None, float(text[:-1]))
-    raise ValueError(f"expected a number, a share such as 25%, or auto, found {value!r}")
+    raise ValueError(f"expected a number, a share such as 25%, or auto, found {value!r:.80}")
 
 
 def amount_of(value: int | str | None, name: str, whole: int) -> int | None:
@@ -44,7 +44,7 @@ def amount_of(value: int | str | None, name: str, whole: int) -> int | None:
     try:
         amount = None if value is None else parse_amount(value)
     except ValueError as error:
-        raise SettingsError(f"{name}: {error}") from None
+        raise SettingsError(f"{name}: {error}; give one of those") from None
     return None if amount is None else amount.of(whole)
 
 

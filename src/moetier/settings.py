@@ -81,13 +81,11 @@ class Settings(BaseModel):
 
     @field_validator(
         *(
-            "dram_records",
             "threads",
             "cpus",
             "staging_records",
             "disk_threads",
             "identity_check",
-            "slots",
             "spare_slots",
         ),
         *("staging_slots", "planned_tokens", "fills_per_step"),
@@ -119,14 +117,16 @@ class Settings(BaseModel):
             raise ValueError(f"expected CPUs such as 0-3,8, found {value!r}")
         return value
 
-    @field_validator("slots", "dram_records")
+    @field_validator("slots", "dram_records", mode="before")
     @classmethod
-    def _amounts(cls, value: int | str) -> int | str:
+    def _amounts(cls, value: Any) -> int | str:
         """One spelling for each amount: a number is an int, and nothing is 0."""
+        if isinstance(value, bool):  # Python counts true as 1
+            raise ValueError("expected a number, found true or false")
         amount = parse_amount(value)
         if amount is None:
             return AUTO
-        return value if amount.percent else amount.of(0)
+        return str(value) if amount.percent else amount.of(0)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Settings:

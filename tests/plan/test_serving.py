@@ -2,8 +2,9 @@
 
 import pytest
 
+from moetier.amounts import amount_of
 from moetier.errors import SettingsError
-from moetier.launch.planned import DEVICE_CHUNKS, Given, plan_serving, records_of
+from moetier.launch.planned import DEVICE_CHUNKS, Given, plan_serving
 from moetier.plan import catalog
 from moetier.plan.describe import describe
 from moetier.plan.headers import read_folder
@@ -40,13 +41,13 @@ def test_vllms_own_context_is_planned_for(nano):
 
 @pytest.mark.parametrize(("text", "records"), [(None, None), ("auto", None), ("25%", 16), ("7", 7), ("100%", 64)])
 def test_records_as_serve_takes_them(text, records):
-    assert records_of(text, 64) == records
+    assert amount_of(text, "--dram-records", 64) == records
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "101%", "x%"])
 def test_records_that_are_none(text):
     with pytest.raises(SettingsError, match="--dram-records"):
-        records_of(text, 64)
+        amount_of(text, "--dram-records", 64)
 
 
 def test_what_does_not_fit_is_refused_with_what_does(nano, monkeypatch):

@@ -31,6 +31,18 @@ def run(*arguments: str | Path, out: Path) -> str:
     return done.stderr
 
 
+@remedy("kernels/cpu/__init__.py", "it can plan, and nothing else")
+def test_what_was_compiled_is_installed(trouble: Trouble, tmp_path: Path) -> None:
+    """As where no compiler was: the extension is found by nobody, then as it is here."""
+    hidden = "import sys; sys.modules['moetier.kernels.cpu._native'] = None; " + COMMAND
+    words = ("identity", "--calls", "1", "--store", str(tmp_path / "none"))
+    without = subprocess.run([sys.executable, "-c", hidden, *words], capture_output=True, text=True, check=False)
+    assert without.returncode == 2
+    trouble.said(without.stderr)
+    assert "none" in run(*words, out=tmp_path / "said"), "it is the store that is not there now"
+    trouble.gone()
+
+
 @remedy("cli/__init__.py", "make room where the output goes")
 def test_output_where_there_is_room(trouble: Trouble, tmp_path: Path) -> None:
     trouble.said(run("plan", "--models", out=Path("/dev/full")))

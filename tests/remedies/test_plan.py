@@ -52,11 +52,11 @@ ROWS: dict[str, tuple[str, str, Words, Words]] = {
     ),
     "drafter": ("plan/placement.py", "brings no drafter", (*FOUR, "--draft-tokens", "3"), FOUR),
     "records": (
-        *("launch/planned.py", "a share such as 25%", (*FOUR, "--dram-records", "-1")),
+        *("amounts.py", "give one of those", (*FOUR, "--dram-records", "-1")),
         (*FOUR, "--dram-records", "25%"),
     ),
     "records-auto": (
-        *("launch/planned.py", "a share such as 25%", (*FOUR, "--dram-records", "all")),
+        *("amounts.py", "give one of those", (*FOUR, "--dram-records", "all")),
         (*FOUR, "--dram-records", "auto"),
     ),
     "workload": ("plan/workload.py", "is not known", (*FOUR, "--workload", "heavy"), (*FOUR, "--workload", "short")),

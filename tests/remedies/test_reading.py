@@ -98,7 +98,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "change", [pytest.param(change, id=part, marks=remedy(f"store/{path}", part)) for path, part, change in CASES]
+    "change", [pytest.param(change, id=part, marks=remedy(f"checkpoint/{path}", part)) for path, part, change in CASES]
 )
 def test_what_is_wrong_with_a_checkpoint_is_put_right(trouble: Trouble, tmp_path: Path, change: Any) -> None:
     """The advice is to have the files as they were released: downloaded again, or without what is not theirs."""

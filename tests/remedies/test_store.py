@@ -211,35 +211,47 @@ def of_the_trimmed(place: Place) -> None:
 
 
 CASES: list[tuple[str, str, Step, Step, tuple[Mend, ...]]] = [
-    ("build.py", "expected {}, found {}; remove {} and run the build again", other_plan, build, (removed, elsewhere)),
-    ("build.py", "{} is the rest of another build: {}; remove", other_rest, build, (removed, elsewhere)),
-    ("check.py", "which builds this layer anew", bad_record, checked, (removed,)),
-    ("check.py", "from other weights than these", of_other_weights, checked, (removed, elsewhere)),
-    ("finished.py", "is a link that leads to no store", dead_link, build, (first_gone, real)),
-    ("finished.py", "remove {} yourself and run the build again", not_mine, build, (removed, elsewhere)),
-    ("finished.py", "remove {} yourself and run the build again", other_store, build, (removed, elsewhere)),
-    ("finished.py", "has damaged files, and is a link", linked, build, (real,)),
-    ("finished.py", "is in the way of building them anew", in_the_way, build, (removed,)),
-    ("finished.py", "restore the checkpoint", tuned, deep, (restored, elsewhere)),
-    ("verify.py", "restore the checkpoint", tuned, verified, (restored, built_elsewhere)),
-    ("checkpoint.py", "trim the whole checkpoint again, into another", changed_copy, opened, (trimmed_elsewhere,)),
-    ("origin.py", "trim the whole checkpoint again", changed_note, opened, (trimmed_elsewhere, trimmed_again)),
-    ("checkpoint.py", "was trimmed and has no experts", of_the_trimmed, build, (the_right_folder,)),
-    ("config.py", "which no model has", config(num_hidden_layers=3_000_000_000), build, (downloaded,)),
-    ("manifest.py", "which this version reads", manifest("newer"), info, (built_elsewhere,)),
-    ("manifest.py", "or remove this one first", manifest("{"), build, (elsewhere, first_gone)),
-    ("store.py", "build the store again with this version, into another", stride, info, (built_elsewhere,)),
-    ("store.py", "build the store again with this version, into another", layer_twice, info, (built_elsewhere,)),
-    ("json_files.py", "give the folder that holds config.json", misnamed, build, (the_right_folder,)),
-    ("shards.py", "truncated or damaged: download it again", cut, build, (downloaded,)),
-    ("shards.py", "remove the file that does not belong", twice, build, (without_stray,)),
+    (
+        "store/build.py",
+        "expected {}, found {}; remove {} and run the build again",
+        other_plan,
+        build,
+        (removed, elsewhere),
+    ),
+    ("store/build.py", "{} is the rest of another build: {}; remove", other_rest, build, (removed, elsewhere)),
+    ("store/check.py", "which builds this layer anew", bad_record, checked, (removed,)),
+    ("store/check.py", "from other weights than these", of_other_weights, checked, (removed, elsewhere)),
+    ("store/finished.py", "is a link that leads to no store", dead_link, build, (first_gone, real)),
+    ("store/finished.py", "remove {} yourself and run the build again", not_mine, build, (removed, elsewhere)),
+    ("store/finished.py", "remove {} yourself and run the build again", other_store, build, (removed, elsewhere)),
+    ("store/finished.py", "has damaged files, and is a link", linked, build, (real,)),
+    ("store/finished.py", "is in the way of building them anew", in_the_way, build, (removed,)),
+    ("store/finished.py", "restore the checkpoint", tuned, deep, (restored, elsewhere)),
+    ("store/verify.py", "restore the checkpoint", tuned, verified, (restored, built_elsewhere)),
+    (
+        "store/checkpoint.py",
+        "trim the whole checkpoint again, into another",
+        changed_copy,
+        opened,
+        (trimmed_elsewhere,),
+    ),
+    ("store/origin.py", "trim the whole checkpoint again", changed_note, opened, (trimmed_elsewhere, trimmed_again)),
+    ("store/checkpoint.py", "was trimmed and has no experts", of_the_trimmed, build, (the_right_folder,)),
+    ("checkpoint/config.py", "which no model has", config(num_hidden_layers=3_000_000_000), build, (downloaded,)),
+    ("store/manifest.py", "which this version reads", manifest("newer"), info, (built_elsewhere,)),
+    ("store/manifest.py", "or remove this one first", manifest("{"), build, (elsewhere, first_gone)),
+    ("store/store.py", "build the store again with this version, into another", stride, info, (built_elsewhere,)),
+    ("store/store.py", "build the store again with this version, into another", layer_twice, info, (built_elsewhere,)),
+    ("checkpoint/json_files.py", "give the folder that holds config.json", misnamed, build, (the_right_folder,)),
+    ("checkpoint/shards.py", "truncated or damaged: download it again", cut, build, (downloaded,)),
+    ("checkpoint/shards.py", "remove the file that does not belong", twice, build, (without_stray,)),
 ]
 
 
 @pytest.mark.parametrize(
     ("wrong", "work", "mend"),
     [
-        pytest.param(wrong, work, mend, id=f"{wrong.__name__}-{mend.__name__}", marks=remedy(f"store/{path}", part))
+        pytest.param(wrong, work, mend, id=f"{wrong.__name__}-{mend.__name__}", marks=remedy(path, part))
         for path, part, wrong, work, mends in CASES
         for mend in mends
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -28,7 +28,7 @@ VERBS = {
 }
 """Where each verb is. Nothing else in moetier names moetier_bench or moetier_stack."""
 
-PASSES_ON = {"allow_extra_args": True}
+PASSES_ON: dict[str, Any] = {"allow_extra_args": True}
 """A verb whose function takes the context wants what follows `--`."""
 
 
@@ -51,7 +51,7 @@ def group(verbs: Mapping[str, str]) -> type[TyperGroup]:
 def _refusal(error: NotBuiltError) -> Callable[..., None]:
     """Return a verb that takes whatever it is given and says why it cannot run; the others are listed beside it."""
 
-    def refused(words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+    def refused(context: typer.Context) -> None:
         """Not in this installation, which lacks the compiled kernels."""
         raise error
 
@@ -62,14 +62,14 @@ def _load(verb: str, where: str) -> TyperCommand | TyperGroup:
     module, name = where.split(":")
     try:
         found = getattr(import_module(module), name)
+        settings = PASSES_ON if "context" in getattr(found, "__annotations__", ()) else None
     except NotBuiltError as error:
-        found = _refusal(error)
+        found, settings = _refusal(error), PASSES_ON | {"ignore_unknown_options": True}
     if isinstance(found, typer.Typer):
         command: TyperCommand | TyperGroup = get_group(found)
     else:
         app = typer.Typer(add_completion=False)
-        takes_context = "context" in found.__annotations__
-        app.command(verb, context_settings=PASSES_ON if takes_context else None)(found)
+        app.command(verb, context_settings=settings)(found)
         command = get_command(app)  # type: ignore[assignment]  # typer says click.Command
     command.name = verb
     assert isinstance(command, TyperCommand | TyperGroup)
