@@ -80,7 +80,7 @@ import sys
 class Forbid:
     def find_spec(self, name, path=None, target=None):
         if {forbidden!r} and name.startswith({forbidden!r}):
-            raise ImportError(name + " is not there")
+            raise ModuleNotFoundError(name + " is not there", name=name)
 sys.meta_path.insert(0, Forbid())
 try:
     {statement}
@@ -116,3 +116,9 @@ def test_planning_needs_no_extension(words: tuple[str, ...]) -> None:
 
 def test_nothing_that_serves_knows_the_benchmarks() -> None:
     loaded("import moetier.vllm.plugin, moetier.launch.start, moetier.cli.serve", forbidden="moetier_")
+
+
+def test_a_package_that_is_not_there_costs_its_own_verbs_alone() -> None:
+    loaded(verb("--help"), forbidden="moetier_")
+    with pytest.raises(AssertionError, match="`moetier bench` is in the package moetier_bench, which is not here"):
+        loaded(verb("bench", "list"), forbidden="moetier_")

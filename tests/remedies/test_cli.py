@@ -43,6 +43,21 @@ def test_what_was_compiled_is_installed(trouble: Trouble, tmp_path: Path) -> Non
     trouble.gone()
 
 
+@remedy("cli/verbs.py", "install moetier whole")
+def test_a_package_that_is_not_there_is_installed(trouble: Trouble, tmp_path: Path) -> None:
+    hidden = (
+        "import sys; from importlib.machinery import PathFinder as P; find = P.find_spec; "
+        "P.find_spec = lambda name, *rest: None if name == 'moetier_bench' else find(name, *rest); "
+    ) + COMMAND
+    without = subprocess.run(
+        [sys.executable, "-c", hidden, "bench", "list"], capture_output=True, text=True, check=False
+    )
+    assert without.returncode == 2
+    trouble.said(without.stderr)
+    assert run("bench", "list", out=tmp_path / "list") == ""
+    trouble.gone()
+
+
 @remedy("cli/__init__.py", "make room where the output goes")
 def test_output_where_there_is_room(trouble: Trouble, tmp_path: Path) -> None:
     trouble.said(run("plan", "--models", out=Path("/dev/full")))

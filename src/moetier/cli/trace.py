@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moetier.amounts import amount_of
-from moetier.cli.verbs import group
+from moetier.cli.verbs import TRACE_VERBS, group
 from moetier.errors import SettingsError
 from moetier.tiers.heat import Heat
 from moetier.tiers.policy import POLICIES
@@ -21,7 +21,7 @@ from moetier.trace.record import Trace
 from moetier.trace.simulate import Plan, Scores, simulate
 
 app = typer.Typer(
-    cls=group({"record": "moetier_bench.cli.record:record"}),
+    cls=group(TRACE_VERBS),
     no_args_is_help=True,
     help="Routing traces: record them from traffic, show and simulate them.",
 )

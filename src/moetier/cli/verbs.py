@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
-from moetier.errors import NotBuiltError
+from moetier.errors import MoetierError, NotBuiltError
 
 VERBS = {
     "store": "moetier.cli.store:app",
@@ -26,7 +26,9 @@ VERBS = {
     "prove": "moetier_bench.cli.prove:prove",
     "version": "moetier.cli.version:version",
 }
-"""Where each verb is. Nothing else in moetier names moetier_bench or moetier_stack."""
+"""Where each verb is."""
+TRACE_VERBS = {"record": "moetier_bench.cli.record:record"}
+"""Those of `moetier trace` that ask a server. Nothing else in moetier names moetier_bench or moetier_stack."""
 
 PASSES_ON: dict[str, Any] = {"allow_extra_args": True}
 """A verb whose function takes the context wants what follows `--`."""
@@ -48,11 +50,11 @@ def group(verbs: Mapping[str, str]) -> type[TyperGroup]:
     return Verbs
 
 
-def _refusal(error: NotBuiltError) -> Callable[..., None]:
+def _refusal(error: MoetierError) -> Callable[..., None]:
     """Return a verb that takes whatever it is given and says why it cannot run; the others are listed beside it."""
 
     def refused(context: typer.Context) -> None:
-        """Not in this installation, which lacks the compiled kernels."""
+        """Not in this installation."""
         raise error
 
     return refused
@@ -65,6 +67,12 @@ def _load(verb: str, where: str) -> TyperCommand | TyperGroup:
         settings = PASSES_ON if "context" in getattr(found, "__annotations__", ()) else None
     except NotBuiltError as error:
         found, settings = _refusal(error), PASSES_ON | {"ignore_unknown_options": True}
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        absent = MoetierError(f"`moetier {verb}` is in the package {package}, which is not here: install moetier whole")
+        found, settings = _refusal(absent), PASSES_ON | {"ignore_unknown_options": True}
     if isinstance(found, typer.Typer):
         command: TyperCommand | TyperGroup = get_group(found)
     else:
