@@ -26,7 +26,7 @@ from moetier.settings import Settings
 STARTER = """
 import os, signal, sys
 from pathlib import Path
-from moetier.launch import launcher
+from moetier.launch import process as launcher
 from moetier.launch.command import ServeRequest
 from moetier.launch.tls import check_certificate
 from moetier.settings import Settings

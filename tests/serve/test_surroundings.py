@@ -93,7 +93,7 @@ def test_pinning_that_is_refused_is_said_and_left_out(tmp_path: Path) -> None:
 
 def test_threads_run_unpinned_where_pinning_is_refused() -> None:
     code = """
-        from moetier import machine
+        from moetier.machine import limits as machine
         from moetier.errors import SettingsError
         from moetier.kernels.cpu import ThreadPool
         pool = ThreadPool()
