@@ -104,7 +104,7 @@ def _served_layers(checkpoint: Checkpoint, store: Store, request: ServeRequest) 
 
 def show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps(report), flush=True)  # whoever reads it waits for it
         return
     title = f"{report['model']}: {report['layers']} MoE layers of {report['experts']} experts"
     console.print(title, soft_wrap=True, markup=False, highlight=False)
