@@ -18,6 +18,14 @@ from tests.store.hub import serving
 
 remedy = pytest.mark.remedy
 COMMAND = "from moetier.cli import main; main()"
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "moetier_bench":
+            raise ModuleNotFoundError(name + " is not there", name=name)
+sys.meta_path.insert(0, Absent())
+"""
 
 
 def run(*arguments: str | Path, out: Path) -> str:
@@ -45,10 +53,7 @@ def test_what_was_compiled_is_installed(trouble: Trouble, tmp_path: Path) -> Non
 
 @remedy("cli/verbs.py", "install moetier whole")
 def test_a_package_that_is_not_there_is_installed(trouble: Trouble, tmp_path: Path) -> None:
-    hidden = (
-        "import sys; from importlib.machinery import PathFinder as P; find = P.find_spec; "
-        "P.find_spec = lambda name, *rest: None if name == 'moetier_bench' else find(name, *rest); "
-    ) + COMMAND
+    hidden = ABSENT + COMMAND
     without = subprocess.run(
         [sys.executable, "-c", hidden, "bench", "list"], capture_output=True, text=True, check=False
     )
