@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from moetier.launch.keys import keys_of
 from moetier.settings import Settings
 from moetier_bench.eval.ask import Server, evaluate
 from moetier_bench.eval.items import load_sets
+from moetier_bench.server import free_port
 
 
 def record(
@@ -43,7 +43,7 @@ def record(
     request = ServeRequest(
         model=model,
         settings=settings,
-        port=_free_port(),
+        port=free_port(),
         log_file=trace.with_name(f"{trace.name}.log"),
         extra=tuple(context.args),
     )
@@ -58,9 +58,3 @@ def record(
 
     serve.start(request, on_ready=ask, notes=warnings)
     show(trace)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
