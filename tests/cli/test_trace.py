@@ -107,7 +107,8 @@ def test_simulate_with_a_heat_file(run: Run, trace: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--slots", "17"], "at most 16"),
+        (["--slots", "17"], "from 0 to 16"),
+        (["--slots", "auto"], "from 0 to 16"),
         (["--slots", "x"], "found 'x'"),
         (["--slots", "200%"], "found '200%'"),
         (["--slots", "4", "--resident", "5"], "--resident"),

@@ -115,11 +115,11 @@ def _print(rows: list[tuple[Plan, Scores]], experts: int) -> None:
 
 
 def _amount(option: str, text: str, whole: int) -> int:
-    """A number or a share of `whole`, and no more than that; "auto" is all."""
+    """Return a number or a share of `whole`, and no more than that."""
     count = amount_of(text, option, whole)
-    if count is not None and count > whole:
-        raise SettingsError(f"{option} {text}: expected at most {whole}")
-    return whole if count is None else count
+    if count is None or count > whole:
+        raise SettingsError(f"{option}: expected a number from 0 to {whole}, or a share such as 25%, found {text!r}")
+    return count
 
 
 def _heat(path: Path, trace: Trace) -> np.ndarray[Any, np.dtype[np.uint64]]:
