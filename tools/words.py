@@ -2,7 +2,7 @@
 
     python tools/words.py [--list]
 
-Prints a table by folder. --list names every docstring that begins so, and the ten longest sentences.
+Prints a table by page and folder. --list names every docstring that begins so.
 """
 
 import argparse

@@ -43,7 +43,7 @@ class RefusedError(CheckpointError, UnsupportedModelError):
 
 
 class NotBuiltError(MoetierError, ImportError):
-    """What was compiled is not in this installation, which can plan but neither build, measure nor serve."""
+    """The compiled kernels are not in this installation: it can plan, but neither build, measure nor serve."""
 
 
 class RecordReadError(StoreError):

@@ -1,1 +1,1 @@
-"""The identity check: one generator of calls, one comparison; at the start of a server, long, and on the device."""
+"""The identity check: the same calls through every path, at the start of a server, long, and on the device."""

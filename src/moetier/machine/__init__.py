@@ -1,1 +1,1 @@
-"""What is known of a machine: facts, limits, NUMA, and the probes that find them. No rates, no kernels."""
+"""A machine: facts, limits of this process, NUMA, and the probes that find them. No rates, no kernels."""

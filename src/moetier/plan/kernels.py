@@ -15,7 +15,7 @@ from moetier.plan.geometry import Geometry
 from moetier.plan.workload import routed
 
 FEW_PAIRS, GROUP, TILE, STEP = 128, 8, 128, 16
-"""MAX_PAIRS and GROUP of kernels/cuda/decode.py; the panels of cuda_path.py on Hopper, 48 pairs elsewhere."""
+"""MAX_PAIRS and GROUP of kernels/cuda/decode.py; the panels of path.py there on Hopper, 48 pairs elsewhere."""
 
 
 def device_seconds(geometry: Geometry, costs: Costs, chances: NDArray[np.float64], rows: float, ranks: int) -> float:
