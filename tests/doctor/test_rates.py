@@ -336,3 +336,35 @@ def test_a_rate_above_its_limit_is_used_by_nobody(
         else:
             with pytest.raises(SettingsError, match=f"{said}.*measure anew: moetier doctor --measure"):
                 load_rates(rates.identity, file)
+
+
+AMID_A_LOCK = """
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from moetier.doctor.measure import disk
+from moetier.machine.probe.disk import probe_disk
+
+class Pool(ThreadPoolExecutor):
+    def submit(self, *work):
+        future = super().submit(*work)
+        lock = self._idle_semaphore._cond
+        lock.acquire()  # as submit has it for a moment, and every reader when it has ended
+        signal.raise_signal(signal.SIGINT)
+        lock.release()
+        return future
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+disk.ThreadPoolExecutor, disk.SECONDS, disk.SPAN, disk.PIECE = Pool, 600, 4 << 20, 1 << 20
+try:
+    disk.measure_disk(probe_disk(Path('.')), 65536)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_amid_a_lock_ends_the_measurement(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AMID_A_LOCK], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "interrupted\n", done.stderr

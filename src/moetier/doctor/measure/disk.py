@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import random
+import signal
 import tempfile
 import threading
 import time
@@ -24,6 +25,8 @@ BLOCK = 4096
 DEPTHS = (1, 2, 4, 8, 16, 32)
 SECONDS = 1.0
 """Of reading at each depth."""
+GLANCE = 0.05
+"""Seconds between two looks for Ctrl-C."""
 LEAST_READS = 8
 SPAN = 1 << 30
 """Bytes to read from: more than a disk's own cache."""
@@ -65,6 +68,27 @@ def measure_disk(disk: Disk, record_bytes: int) -> tuple[DiskRate, ...]:
         ) from error
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[list[int]]:
+    """Keep Ctrl-C until the end, and yield the list of those that came.
+
+    Raised amid a lock of Python's own (a pool takes several), KeyboardInterrupt leaves it locked: the readers then wait
+    for it, and the pool for them, for ever. Only the main thread is interrupted.
+    """
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 def _rate(target: _Target, depth: int, record_bytes: int) -> float:
     """Bytes a second of `depth` readers that each wait for one record at a time."""
     stop, done = threading.Event(), [0] * depth
@@ -79,12 +103,13 @@ def _rate(target: _Target, depth: int, record_bytes: int) -> float:
                 _read_record(file, buffer, offset, target.direct)
                 done[reader] += 1
 
-    with ThreadPoolExecutor(depth) as pool:
+    with _interrupts_held() as interrupts, ThreadPoolExecutor(depth) as pool:
         try:
             readers = [pool.submit(read, reader) for reader in range(depth)]
-            time.sleep(SECONDS)
+            while not interrupts and (left := start + SECONDS - time.perf_counter()) > 0:
+                time.sleep(min(left, GLANCE))
         finally:
-            stop.set()  # also on Ctrl-C, whenever it comes: the pool waits for its readers
+            stop.set()  # whatever comes: the pool waits for its readers
         for reader in readers:
             reader.result()
     return sum(done) * record_bytes / (time.perf_counter() - start)
