@@ -23,6 +23,7 @@ CHEAP = ("--max-model-len", "1024", "--no-enable-prefix-caching")
 """What vLLM is always told here. Without prefix caching an answer does not depend on what was asked before."""
 LIMIT_SECONDS = 480
 """Longer than any start or end takes, even on a busy machine."""
+DRAIN = "--drain-seconds"
 ERROR = "moetier: error: "
 
 
@@ -111,6 +112,8 @@ class Server:
             str(self.port),
         ]
         command += ["--dram-records", dram_records, "--kv-cache-gib", "0.25", "--log-file", str(self._log), *options]
+        if DRAIN not in options:
+            command += [DRAIN, str(LIMIT_SECONDS)]  # 30 s are too few for long requests on a busy machine
         with self._err.open("wb") as err, (folder / "stdout").open("wb") as out:
             self._process = subprocess.Popen(
                 [*command, "--", *PARSERS, *CHEAP, *vllm],
@@ -161,6 +164,19 @@ class Server:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+    def wait_for_requests(self, number: int) -> None:
+        """Wait until the engine has so many sequences, running or waiting."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self._sequences() < number:
+            assert time.monotonic() < deadline, self.log_tail()
+            time.sleep(0.1)
+
+    def _sequences(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+        return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith(names))
 
     def client(self) -> OpenAI:
         """A client that gives up at the first error, and never waits long."""

@@ -203,7 +203,7 @@ def test_a_drain_that_runs_out_says_what_it_cut_and_leaves_nothing(
         with ThreadPoolExecutor() as pool:
             url = f"{server.url}/v1/completions"
             whole = [pool.submit(httpx.post, url, json=body, timeout=LIMIT_SECONDS) for _ in range(4)]
-            time.sleep(1)  # until they are under way
+            server.wait_for_requests(1 + 4 * 8)  # one that comes later is refused, not cut off
             server.send(signal.SIGTERM)
             deadline = time.monotonic() + LIMIT_SECONDS
             while server.healthy() and time.monotonic() < deadline:
