@@ -26,6 +26,7 @@ def proof() -> Result:
     return result.sealed()
 
 
+@pytest.mark.long
 def test_a_real_proof_from_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     probes = (

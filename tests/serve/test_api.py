@@ -53,7 +53,12 @@ def server(nano: Path, store: Path, folder: Path) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     ("task", "reached", "clients"),
-    [("arithmetic", 0.905, CLIENTS), ("copy", 0.960, 1), ("json", 1.000, 1), ("toolcalls", 1.000, CLIENTS)],
+    [
+        pytest.param("arithmetic", 0.905, CLIENTS, marks=pytest.mark.long),
+        ("copy", 0.960, 1),
+        ("json", 1.000, 1),
+        ("toolcalls", 1.000, CLIENTS),
+    ],
 )
 def test_scores_of_the_models_readme(task: str, reached: float, clients: int, server: Server) -> None:
     """At least those minus 2 points. Small sets one at a time: batches, whose rounding varies, could cost an item."""
@@ -193,7 +198,7 @@ def test_trace_of_the_traffic(server: Server, folder: Path, eval_set: Items) -> 
     assert "experts                32" in shown.stdout
 
 
-@pytest.mark.parametrize("dram_records", ["0", "100%"])
+@pytest.mark.parametrize("dram_records", ["0", pytest.param("100%", marks=pytest.mark.long)])
 def test_one_at_a_time_answers_survive_a_restart(
     dram_records: str, nano: Path, store: Path, tmp_path: Path, alone: list[Answer], eval_set: Items
 ) -> None:

@@ -160,6 +160,7 @@ def test_a_second_engine_is_checked_like_the_first(models: Path) -> None:
     assert "was built from another checkpoint: expected identity" in said
 
 
+@pytest.mark.long
 def test_two_engines_of_two_checkpoints_serve_their_own(models: Path) -> None:
     one, other = (engine_of(models / name, models / f"store-{name}") for name in "ab")
     together = in_engine_process(two_engines, one, other)

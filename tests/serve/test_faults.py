@@ -34,6 +34,7 @@ def worker(server: Server) -> psutil.Process:
     return found
 
 
+@pytest.mark.long
 def test_stopped_then_no_disk_then_a_killed_thread(nano: Path, store: Path, tmp_path: Path) -> None:
     """One server, since each takes long to start; with every expert read from disk for every token."""
     options = ("--record", str(tmp_path / "trace"), "--set", "heat_save_seconds=1")

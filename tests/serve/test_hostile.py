@@ -20,6 +20,7 @@ LIMITS = 'ulimit -n 256; ulimit -l 64; exec "$@" <&-'
 SMALL = "mount --make-rprivate / && mount -t tmpfs -o size=64m,mode=1777 tmpfs /dev/shm && "
 
 
+@pytest.mark.long
 def test_a_sandbox_with_little_of_everything(nano: Path, tmp_path: Path) -> None:
     """No calls that place threads or memory, no io_uring, few files, little locked memory, no home, no standard input,
     a long TMPDIR; and docker's /dev/shm of 64 MB where we may mount one.

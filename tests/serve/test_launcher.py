@@ -164,7 +164,9 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir() if path.name != HEAT}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM], ids=lambda number: number.name
+)
 def test_signal_drains_saves_heat_exits_0(number: signal.Signals, nano: Path, store: Path, tmp_path: Path) -> None:
     """And a start with a store that is there builds nothing."""
     before = files(store)
@@ -224,6 +226,7 @@ def test_a_drain_that_runs_out_says_what_it_cut_and_leaves_nothing(
     assert not [name for name in memory if (SHARED_MEMORY / name).exists()]
 
 
+@pytest.mark.long
 def test_signal_while_it_starts_ends_it(nano: Path, store: Path, tmp_path: Path) -> None:
     before = files(store)
     with Server(nano, store, tmp_path / "out") as server:
@@ -233,6 +236,7 @@ def test_signal_while_it_starts_ends_it(nano: Path, store: Path, tmp_path: Path)
     assert files(store) == before
 
 
+@pytest.mark.long
 def test_port_that_was_taken_before_the_server_had_it(nano: Path, store: Path, tmp_path: Path) -> None:
     with Server(nano, store, tmp_path / "out") as server, socket.socket() as other:
         server.wait_for_processes(3)  # launcher, guard, and the server, which imports for seconds
@@ -241,7 +245,7 @@ def test_port_that_was_taken_before_the_server_had_it(nano: Path, store: Path, t
         assert f"cannot listen on 127.0.0.1:{server.port}" in server.error
 
 
-@pytest.mark.parametrize("when", ["starting", "ready"])
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.long), "ready"])
 def test_killed_launcher_leaves_nothing(when: str, nano: Path, store: Path, temporary: Path, tmp_path: Path) -> None:
     with Server(nano, store, tmp_path / "out", variables={**environment(), "TMPDIR": str(temporary)}) as server:
         if when == "ready":
@@ -292,6 +296,7 @@ def test_flipped_bytes_are_healed_else_the_engine_stops(model: Path, store: Path
         assert "Restore the checkpoint or build the store again" in server.error
 
 
+@pytest.mark.long
 def test_flipped_bytes_that_cannot_be_healed_stop_the_start(model: Path, store: Path, tmp_path: Path) -> None:
     """A trimmed checkpoint has no experts to heal from."""
     trim_checkpoint(Checkpoint.open(model), tmp_path / "trimmed")

@@ -79,6 +79,7 @@ def test_each_rank_reads_its_part_alone(
         assert getattr(ranks[0].total, name) == getattr(ranks[1].total, name) > (-1 if name == "hits" else 0)
 
 
+@pytest.mark.long
 def test_rank_that_fails_ends_all(nano: Path, store: Path, tmp_path: Path) -> None:
     """First a bad record in the part of the second rank alone, which its copy of the checkpoint cannot heal."""
     model, copy = tmp_path / "nano-mxfp4", tmp_path / "store"
