@@ -15,6 +15,8 @@ INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_inter_di
 LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 LARGEST = {EXPERTS: 1 << 16, TOP_K: 1 << 16, HIDDEN: 1 << 20, INTERMEDIATE: 1 << 20, LAYERS: 9_999}
 """The largest value of a size that is believed: far beyond every model, and small enough to count with."""
+SYNONYMS = (EXPERTS, TOP_K)
+"""Keys of which each means the same; an intermediate size may be that of dense layers beside that of experts."""
 LARGEST_OTHER = (1 << 31) - 1
 DRAFT_LAYERS = (
     "num_nextn_predict_layers",
@@ -43,12 +45,28 @@ def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 def quantizations(config: dict[str, Any]) -> list[dict[str, Any]]:
     """All places where config.json says it; the first counts."""
     parts = [config] if (text := text_config(config)) is config else [config, text]
-    said = (part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
-    return [value for value in said if isinstance(value, dict)]
+    said = [(key, part.get(key)) for part in parts for key in ("quantization_config", "compression_config")]
+    for key, value in said:
+        if value is not None and not isinstance(value, dict):
+            raise CheckpointError(
+                f"config.json: expected an object for {key}, found {value!r:.80}; the file is damaged: "
+                "download it again"
+            )
+    return [value for _, value in said if isinstance(value, dict)]
 
 
 def size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    """The first of the keys that config.json has, as a positive integer of bounded size; None if it has none."""
+    """Return what config.json says under these keys, a positive integer of bounded size; None if it says nothing.
+
+    The first key that is there counts. Keys that mean the same must say the same.
+    """
+    if keys in SYNONYMS:
+        said = {key: config[key] for key in keys if type(config.get(key)) is int}
+        if len(set(said.values())) > 1:
+            raise CheckpointError(
+                f"config.json: expected one number, found {', '.join(f'{k} {_digits(v)}' for k, v in said.items())}, "
+                "which mean the same; config.json does not belong to these weights: download both again"
+            )
     for key in keys:
         value = config.get(key)
         if value is None:

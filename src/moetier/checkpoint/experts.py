@@ -11,7 +11,7 @@ from moetier.checkpoint.names import MoeLayer
 from moetier.checkpoint.shards import Shards
 from moetier.checkpoint.sources import LayerSource, open_layer
 from moetier.contract import LayerGeometry
-from moetier.errors import CheckpointError
+from moetier.errors import CheckpointError, UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ def open_experts(config: dict[str, Any], shards: Shards, found: list[MoeLayer]) 
         top_k = keys.size(text, keys.DRAFT_TOP_K)
         if top_k not in (None, geometry.top_k):
             return f"it uses {top_k} experts a token and the model {geometry.top_k}"
-        source = sources[layer] = open_layer(shards, layer, experts, config, draft=True)
+        try:
+            source = sources[layer] = open_layer(shards, layer, experts, config, draft=True)
+        except (CheckpointError, UnsupportedModelError) as error:
+            return f"its experts cannot be read: {error}"
         if (source.hidden, source.intermediate) != (geometry.hidden, geometry.intermediate):
             return (
                 f"its experts have hidden size {source.hidden} and intermediate size {source.intermediate}, the "

@@ -12,6 +12,7 @@ from moetier.errors import CheckpointError
 
 MAX_JSON = 48 << 20
 """Bytes of a header, an index or a config: enough for 400,000 tensors, and parsed within a GiB whatever it holds."""
+QUANTIZATION = "hf_quant_config.json"
 DENSE_JSON = 1 << 20
 """From this size on, text made of nothing but tiny values is refused before it is parsed: it would fill the memory."""
 SPARSE = {b"[": 16, b"{": 16, b'"': 5, b",": 6}
@@ -38,7 +39,33 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(f"{folder}: expected a checkpoint folder, found {found}; {what_to_give(folder)}")
     if not os.path.lexists(file):
         raise CheckpointError(f"{file} cannot be read: it is not there; {what_to_give(folder)}")
-    return read_json(file)
+    config, raw = read_json(file)
+    return with_quantization(config, folder), raw
+
+
+def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return config.json with what hf_quant_config.json beside it says of number formats, where it is there.
+
+    ModelOpt up to 0.29 wrote them there alone, and vLLM reads them so. CheckpointError where both files say it, and
+    not the same.
+    """
+    path = folder / QUANTIZATION
+    if not os.path.lexists(path):
+        return config
+    said, _ = read_json(path)
+    inner = said.get("quantization", said)
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"{path}: expected an object for quantization, found {inner!r:.80}; download it again")
+    own = config.get("quantization_config")
+    if own is None:
+        return {**config, "quantization_config": {"quant_method": "modelopt", **said, **inner}}
+    algorithms = [part.get("quant_algo") for part in (own, inner) if isinstance(part, dict)]
+    if len(algorithms) == 2 and None not in algorithms and len({str(one).upper() for one in algorithms}) > 1:
+        raise CheckpointError(
+            f"{path}: expected quant_algo {algorithms[0]!r:.40} as config.json says, found {algorithms[1]!r:.40}; one "
+            "of the files is of another release: download both again"
+        )
+    return config
 
 
 def what_to_give(path: Path) -> str:

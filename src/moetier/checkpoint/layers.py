@@ -170,6 +170,11 @@ def _rules(text: dict[str, Any]) -> list[Rule]:
     if (step := _integer(text, "decoder_sparse_step")) is not None and step > 0:
         rules.append(lambda number: (number + 1) % step == 0)
     only = text.get("mlp_only_layers")
+    if only is not None and not (isinstance(only, list) and {*map(type, only)} <= {int}):
+        raise CheckpointError(
+            f"config.json: expected numbers of layers for mlp_only_layers, found {only!r:.80}; the file is damaged: "
+            "download it again"
+        )
     if isinstance(only, list):
         rules.append(lambda number: number not in only)
     start, interval = _integer(text, "moe_layer_start_index"), _integer(text, "moe_layer_interval")
@@ -202,7 +207,13 @@ def _entry(value: list[Any], number: int) -> bool | None:
 
 def _integer(text: dict[str, Any], key: str) -> int | None:
     value = text.get(key)
-    return value if type(value) is int else None
+    if key in LISTS and isinstance(value, list):
+        return None
+    if value is not None and type(value) is not int:
+        raise CheckpointError(
+            f"config.json: expected an integer for {key}, found {value!r:.80}; the file is damaged: download it again"
+        )
+    return value
 
 
 def _why(text: dict[str, Any]) -> str:

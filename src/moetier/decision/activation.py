@@ -23,8 +23,58 @@ DEFAULT_LIMIT = {"deepseek_v4": 10.0, "glm5_next": 10.0, "hy_v4": 10.0, "minimax
 """Model types, by prefix, whose config class clamps where config.json does not say (transformers 5.19, vLLM 0.32)."""
 ZERO_IS_NONE = ("hy_v4", "exaone_moe")
 """Of the model types that clamp, those for which 0 is no clamp; the others would clamp to 0."""
+DEEPEST = 3
+"""Dictionaries inside each other that are looked into."""
 STEP = ("step3p5", "step3p7", "bailing_moe_v3")
 """Model types, by prefix, that clamp after SiLU and not before it."""
+
+ACTS = frozenset(("act", "activation", "activations", "actfn", "nonlinearity"))
+CLAMPS = frozenset(("clamp", "clamps", "clamping", "clip", "clips", "clipping", "limit", "limits", "cap"))
+COEFFICIENTS = {"alpha": 1, "beta": 0}
+"""Words of keys that shape a SwiGLU, and what changes nothing."""
+GLU = frozenset(("act", "activation", "swiglu", "glu", "expert", "experts", "ffn", "mlp", "moe"))
+ELSEWHERE = frozenset(
+    re.split(
+        r"\s+",
+        "vision visual image video audio speech mm projector attn attention conv mamba ssm linear router gating "
+        "scoring shared classifier pooler quant quantization kv embedding encoder adapter checkpoint "
+        "checkpointing recompute dtype scheme dropout logit logits softcap qkv grad gradient token tokens "
+        "position positions rope time step dt length factor loss aux lora group groups indexer engram ngram "
+        "generation id2label label2id auto",
+    )
+)
+"""Words of keys that are about other parts of a model, or about training."""
+
+
+def under_unknown_keys(config: dict[str, Any]) -> Iterator[str]:
+    """Yield what config.json says of an activation, a clamp or a coefficient where nobody here or in a row looks.
+
+    A key is judged by its words, so that one that no released model had until today is not taken for plain SwiGLU.
+    """
+    text = keys.text_config(config)
+    known = {*ACTIVATIONS, ALPHA, BETA, *(key for key, _ in _said(text))}
+    places = [("", text, known)]
+    if text is not config:
+        places.append(("", {key: value for key, value in config.items() if value is not text}, set(LIMITS)))
+    while places:
+        path, part, skipped = places.pop()
+        for key, value in part.items():
+            words = set(re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(key)).lower()))
+            if key in skipped or words & ELSEWHERE:
+                continue
+            name = f"{path}{key}"
+            if words & ACTS:
+                said = value.get("name", value.get("type")) if isinstance(value, dict) else value
+                each = said if isinstance(said, list) else [said]
+                if any(isinstance(one, str) and one and one.lower() not in SILU for one in each):
+                    yield f"{name} {said!r:.60}"
+                    continue
+            if (words & CLAMPS and _says_something(value) and not isinstance(value, bool)) or (
+                words & GLU and any(value not in (None, COEFFICIENTS[word]) for word in words & COEFFICIENTS.keys())
+            ):
+                yield f"{name} {value!r:.60}"
+            elif isinstance(value, dict) and path.count(".") < DEEPEST:
+                places.append((f"{name}.", value, set()))
 
 
 def activation_of(text: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from moetier.checkpoint import config as keys
 from moetier.decision.facts import Facts
+from moetier.decision.kinds import kind_of
 from moetier.decision.row import Found, Here
 from moetier.decision.support import check
 from moetier.machine.facts import Answer, Support
@@ -86,6 +87,9 @@ def drafter_problem(f: Facts) -> str | None:
         found = f.parts[layer].experts if layer in f.parts else experts
         if found != experts:
             return f"{found} experts (layer {layer.number}, {layer.name}), and the model {experts}"
+        kind = kind_of(f.parts[layer], f.config) if layer in f.parts else None
+        if kind is not None and not kind.read:
+            return f"experts in a format that moetier does not read: {kind.name} (layer {layer.number})"
     whole = f.headers and f.trimmed_format is None
     if whole and f.announced_drafts and not f.draft_layers and not any(map(f.drafts, f.tensors)):
         return f"{f.announced_drafts} layers by config.json, and none among the tensors"

@@ -15,6 +15,7 @@ from typing import Any
 from moetier.checkpoint import config as keys
 from moetier.checkpoint.experts import open_experts
 from moetier.checkpoint.index import choose_files, lawful
+from moetier.checkpoint.json_files import QUANTIZATION
 from moetier.checkpoint.shards import MAX_JSON, Shard, Shards, Tensor, parse_shard, read_config, read_json
 from moetier.decision.decide import format_of, require_readable
 from moetier.decision.facts import TOKENIZER, WHOLE_TOKENIZER, Facts, TokenizerFiles
@@ -89,7 +90,10 @@ def hub_headers(source: str, patience: Patience | None = None) -> Headers:
     with tempfile.TemporaryDirectory(prefix="moetier-") as scratch:
         folder = Path(scratch) / repository.name.replace("/", "--")
         folder.mkdir()
-        config, _ = read_json(_small(fetcher, repository, "config.json", folder))
+        _small(fetcher, repository, "config.json", folder)
+        if QUANTIZATION in repository.files:
+            _small(fetcher, repository, QUANTIZATION, folder)
+        config, _ = read_config(folder)
         files = choose_files(
             source, repository.files, lambda name: read_json(_small(fetcher, repository, name, folder))
         )

@@ -11,7 +11,7 @@ from moetier.checkpoint import config as keys
 from moetier.checkpoint.experts import open_experts
 from moetier.checkpoint.layers import LeftOut
 from moetier.checkpoint.names import MoeLayer, is_expert_tensor
-from moetier.checkpoint.shards import Shards, Tensor, read_config, read_json
+from moetier.checkpoint.shards import Shards, Tensor, read_config
 from moetier.checkpoint.sources import Converted, LayerSource
 from moetier.contract import ExpertMatrices, Family, LayerGeometry
 from moetier.decision.activation import family as family_of
@@ -120,7 +120,7 @@ class Checkpoint:
 
     def reopened(self) -> Checkpoint:
         """The same folder, opened again: an identity that differs says that it was changed meanwhile."""
-        config, raw = read_json(self.path / "config.json")
+        config, raw = read_config(self.path)
         return replace(self, config=config, config_bytes=raw, shards=self.shards.reopened())
 
     def is_stored(self, name: str) -> bool:

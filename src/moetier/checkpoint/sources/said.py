@@ -19,6 +19,14 @@ from moetier.errors import CheckpointError, UnsupportedModelError
 FLOATS = frozenset(("bf16", "fp16", "fp32"))
 METHODS = {"fp8": {"fp8", "mxfp4"}, "mxfp4": {"mxfp4"}, "fbgemm_fp8": {"fp8"}}
 """quant_method to the formats that experts then have. DeepSeek-V4 says fp8 and has experts in MXFP4."""
+OTHER_PACKINGS = frozenset(
+    re.split(
+        r"\s+",
+        "awq awq_marlin gptq gptq_marlin auto_gptq bitsandbytes hqq aqlm eetq exl2 exl3 quip spqr vptq higgs "
+        "quanto torchao gguf bitnet marlin squeezellm fp_quant moe_wna16 auto-round auto_round intel/auto-round",
+    )
+)
+"""quant_method of formats that no source reads: experts in one that a source reads contradict it."""
 ALGORITHMS = (
     ("NVFP4", "nvfp4"),
     ("FP8", "fp8"),
@@ -61,12 +69,19 @@ def check_said(source: LayerSource, draft: bool) -> None:
     method = quantization.get("quant_method")
     if isinstance(method, str) and method in METHODS:
         _same_format(source, METHODS[method], f"quant_method {method!r}")
+    elif isinstance(method, str) and method.lower() in OTHER_PACKINGS and "compress" not in _packing(quantization):
+        _same_format(source, {f"{method}-packed"}, f"quant_method {method!r}")
     for algorithm in _algorithms(quantization, modules):
         known = next((name for start, name in ALGORITHMS if algorithm.upper().startswith(start)), None)
         if known is not None:
             _same_format(source, {known}, f"quant_algo {algorithm!r}")
     for group in groups_of(quantization, modules):
         _check_group(source, quantization, group)
+
+
+def _packing(quantization: dict[str, Any]) -> str:
+    """How AutoRound wrote the weights: it also writes compressed-tensors' format."""
+    return f"{quantization.get('packing_format', '')} {quantization.get('format', '')}".lower()
 
 
 def _modules(source: LayerSource) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from moetier.checkpoint.index import INDEX_SUFFIX, choose_files, lawful
-from moetier.checkpoint.shards import MAX_JSON, Shard, Shards, parse_shard, read_json
+from moetier.checkpoint.shards import MAX_JSON, Shard, Shards, parse_shard, read_config, read_json
 from moetier.errors import CheckpointError, StoreError
 from moetier.files import locked_folder, store_errors, write_durably
 from moetier.store.build import BuildReport, build_from
@@ -195,7 +195,7 @@ def _open(
         shards[name] = parse_shard(folder / name, repository.files[name].size, read)
         meter.add(1)
     cache = ShardCache(folder, {name: repository.files[name] for name in names}, fetcher, keep)
-    config, raw = read_json(folder / "config.json")
+    config, raw = read_config(folder)
     own = lawful(source, files, shards)
     remote = RemoteShards(folder, files.index, own, cache, folder.with_name(SAMPLES), repository.commit, files.unread)
     return Checkpoint.whole(folder, config, raw, remote), remote
