@@ -216,6 +216,10 @@ ROWS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "biases": (_gpt_oss, "experts with biases"),
     "activation": (lambda f: write(f, floats(), hidden_act="gelu_pytorch_tanh"), "activation gelu_pytorch_tanh"),
     "alpha": (lambda f: write(f, floats(), swiglu_alpha=1.702), "swiglu_alpha 1.702"),
+    "unknown-keys": (
+        lambda f: write(f, floats(), moe_gate_limit=7.0),
+        r"says moe_gate_limit 7.0 in config.json, where moetier does not know what it does",
+    ),
     "clamp": (
         lambda f: write(
             f, floats(), model_type="exaone_moe", architectures=["ExaoneMoeForCausalLM"], swiglu_limits=[0, 7.0]

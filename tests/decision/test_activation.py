@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moetier.decision.activation import DEFAULT_LIMIT, activation_of, family, limit_of
+from moetier.decision.activation import DEFAULT_LIMIT, activation_of, family, limit_of, under_unknown_keys
 from moetier.decision.decide import decide
 from moetier.decision.installed import installed, read
 from moetier.decision.row import Here
@@ -143,3 +143,41 @@ def test_the_installed_tables_are_those_that_vllm_has():
     assert not missing
     assert found.knows(("Qwen3MoeModel",)), "vLLM takes it for the model with a head"
     assert found.knows(("XForCausalLM",)) is False
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"expert_act_fn": "gelu"}, "expert_act_fn 'gelu'"),
+        ({"ffnActivation": "relu2"}, "ffnActivation 'relu2'"),
+        ({"routed_activations": ["silu", "gelu"]}, "routed_activations ['silu', 'gelu']"),
+        ({"activation": {"type": "gelu"}}, "activation 'gelu'"),
+        ({"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_config.ffn_act_fn 'gelu'"),
+        ({"moe_gate_limit": 7.0}, "moe_gate_limit 7.0"),
+        ({"moe_output_cap": 5}, "moe_output_cap 5"),
+        ({"experts": {"limits": [7, 7]}}, "experts.limits [7, 7]"),
+        ({"expert_alpha": 1.702}, "expert_alpha 1.702"),
+        ({"mlp_beta": 1.0}, "mlp_beta 1.0"),
+        ({"glu_clip": 3.0, "text_config": {"model_type": "qwen3_moe"}}, "glu_clip 3.0"),
+    ],
+    ids=str,
+)
+def test_a_key_that_nobody_knows_is_judged_by_its_words(config, said):
+    assert [*under_unknown_keys({**PLAIN, **config})] == [said]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_limits_shared": [16.0]},
+        {"expert_act_fn": "swiglu", "ffn_activation": {"name": "silu"}, "mlp_activation": None, "moe_clamp": None},
+        {"moe_gate_limit": False, "moe_output_cap": None, "glu_alpha": 1, "glu_beta": 0},
+        {"vision_config": {"hidden_act": "gelu"}, "projector_hidden_act": "gelu", "audio_activation": "relu"},
+        {"attn_logit_softcapping": 50.0, "attention_clip": 5, "clip_qkv": 8.0, "rope_parameters": {"beta_fast": 32}},
+        {"quantization_config": {"activation_scheme": "dynamic"}, "activation_checkpointing": True},
+        {"lora_alpha": 16, "router_aux_loss_alpha": 0.1, "time_step_limit": [0, 1], "ssm_act": "gelu"},
+    ],
+    ids=str,
+)
+def test_keys_about_other_parts_say_nothing_of_the_experts(config):
+    assert [*under_unknown_keys({**PLAIN, **config})] == []

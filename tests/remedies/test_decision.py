@@ -56,8 +56,8 @@ def serves(model: Path, *options: str) -> None:
         serve(model, *options)
 
 
-CONTRACT = ("dense", "names", "more-names", "keys", "sizes", "biases", "activation", "alpha", "clamp", "on-input",
-            "zero", "latent", "router-scale")  # fmt: skip
+CONTRACT = ("dense", "names", "more-names", "keys", "sizes", "biases", "activation", "alpha", "unknown-keys", "clamp",
+            "on-input", "zero", "latent", "router-scale")  # fmt: skip
 
 
 @pytest.mark.parametrize("row", CONTRACT)
@@ -176,6 +176,7 @@ def test_another_vllm_or_device(
     [
         pytest.param("architecture", marks=remedy("decision/serving.py", "where a plugin of yours brings it")),
         pytest.param("support", marks=remedy("decision/serving.py", "if this one is mended")),
+        pytest.param("unknown-keys", marks=remedy("decision/experts.py", "does not concern the routed experts, go on")),
     ],
 )
 def test_the_check_is_skipped(trouble: Trouble, row: str, vllm: Installed, tmp_path: Path) -> None:

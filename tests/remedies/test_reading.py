@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetier.checkpoint.json_files import QUANTIZATION
 from moetier.engine.naming import layer_number
 from moetier.errors import UnsupportedModelError
 from moetier.store.build import build_store
@@ -77,15 +78,30 @@ def broken_json(mutant: Mutant) -> None:
     mutant.more[INDEX] = b"{"
 
 
+def beside_config(**keys: Any) -> Callable[[Mutant], None]:
+    return lambda mutant: mutant.more.update({QUANTIZATION: json.dumps(keys).encode()})
+
+
+def two_algorithms(mutant: Mutant) -> None:
+    said(quant_method="modelopt", quant_algo="FP8")(mutant)
+    beside_config(quantization={"quant_algo": "NVFP4"})(mutant)
+
+
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 CASES = [
     ("config.py", "expected a name for model_type", config(model_type=["qwen3_moe"])),
+    ("config.py", "expected an object for", config(quantization_config="fp8")),
+    ("config.py", "which mean the same", config(n_routed_experts=1000)),
     ("index.py", "expected one set of weights", consolidated),
     ("index.py", "and no index", gap),
     ("index.py", "is missing, {} names it", lost_shard),
     ("index.py", "which does not hold it", misplaced),
     ("index.py", "place tensors in different files", other_index),
     ("json_files.py", "expected JSON", broken_json),
+    ("json_files.py", "expected an object for quantization", beside_config(quantization="NVFP4")),
+    ("json_files.py", "as config.json says, found", two_algorithms),
+    ("layers.py", "expected an integer for", config(first_k_dense_replace="1")),
+    ("layers.py", "expected numbers of layers", config(mlp_only_layers="0")),
     ("layers.py", "expected routed experts in layer", no_layer),
     ("layers.py", "is dense by config.json", config(mlp_only_layers=[1])),
     ("layers.py", "layers, but there are experts", config(num_hidden_layers=1)),

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from moetier.checkpoint.json_files import QUANTIZATION
 from moetier.contract import Family, LayerGeometry
 from moetier.errors import CheckpointError, MoetierError
 from moetier.store.check import first_difference
@@ -162,6 +163,22 @@ DAMAGES = {
     "no top-k": (lambda p: rewrite(p, {"num_experts_per_tok": None}), "expected one of num_experts_per_tok"),
     "top-k over experts": (lambda p: rewrite(p, {"num_experts_per_tok": 9}), "top-k 9 is larger"),
     "top-k of another type": (lambda p: rewrite(p, {"num_experts_per_tok": "2"}), "positive integer"),
+    "two numbers of experts": (lambda p: rewrite(p, {"num_experts": 3}), "which mean the same"),
+    "two top-k": (lambda p: rewrite(p, {"moe_topk": 1}), "which mean the same"),
+    "quantization that is no object": (lambda p: rewrite(p, {"quantization_config": "fp8"}), "expected an object"),
+    "a packing that no source reads": (
+        lambda p: rewrite(p, {"quantization_config": {"quant_method": "awq"}}),
+        "experts by config.json",
+    ),
+    "hf_quant_config.json of another format": (
+        lambda p: (p / QUANTIZATION).write_text('{"quantization": {"quant_algo": "FP8"}}'),
+        "fp8 experts by config.json",
+    ),
+    "hf_quant_config.json that is no JSON": (lambda p: (p / QUANTIZATION).write_text("{"), "expected JSON"),
+    "layers of another type": (
+        lambda p: rewrite(p, {"mlp_layer_types": None, "first_k_dense_replace": "2"}),
+        "expected an integer for",
+    ),
     "swiglu limit of another type": (lambda p: rewrite(p, {"swiglu_limit": "7"}), "positive number for swiglu_limit"),
 }
 

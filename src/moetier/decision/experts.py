@@ -115,7 +115,8 @@ def unknown_keys_row(f: Facts, here: Here) -> Iterator[Found]:
         yield Found(
             f"says {found} in config.json, where moetier does not know what it does to the experts; it computes SwiGLU "
             "(silu) as the known keys say",
-            AS_IT_IS,
+            f"{AS_IT_IS}, or, where the model's card says that the key does not concern the routed experts, go on with "
+            "--skip-support-check",
         )
 
 

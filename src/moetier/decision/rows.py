@@ -21,7 +21,12 @@ ROWS: tuple[Row, ...] = (
     Row("biases", "biases of experts", experts.biases_row),
     Row("activation", "activations other than SwiGLU (silu)", experts.activation_row),
     Row("alpha", "a SwiGLU with an alpha or beta", experts.alpha_row),
-    Row("unknown-keys", "an activation, a clamp or an alpha under keys that are not known", experts.unknown_keys_row),
+    Row(
+        "unknown-keys",
+        "an activation, a clamp or an alpha under keys that are not known",
+        experts.unknown_keys_row,
+        overridable=True,
+    ),
     Row(
         "clamp",
         "clamps that differ by layer, come after SiLU, or that vLLM does not have",

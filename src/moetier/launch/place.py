@@ -16,7 +16,7 @@ from moetier.launch import process as launcher
 from moetier.launch.command import ServeRequest, tensor_parallel_size
 from moetier.launch.progress import progress_bar
 from moetier.machine import limits as machine
-from moetier.store.build import build_store
+from moetier.store.build import build_from
 from moetier.store.checkpoint import Checkpoint, is_expert_tensor
 from moetier.store.match import compare_some
 from moetier.store.match import open_store as open_store_of
@@ -34,7 +34,7 @@ def open_store(checkpoint: Checkpoint, path: Path, build: bool) -> Store:
                 f"there is no store at {path}; build it with `moetier store build {paths}` or add --build-store"
             )
         with progress_bar() as step:
-            built = build_store(checkpoint.path, path, check=2, progress=step)
+            built = build_from(checkpoint, path, check=2, progress=step)
         text = f"built {path}: {built.layers} layers x {built.experts} experts in {built.seconds:.1f} s"
         console.print(text, markup=False)
     return open_store_of(path, checkpoint)

@@ -78,16 +78,10 @@ def build_store(
     content. served: RefusedError where the model could not be served from it on any machine (`moetier.decision`); False
     builds all the same. Memory: two records a thread and what the headers need.
     """
-    return build_from(
-        Checkpoint.open(checkpoint_path),
-        out_path,
-        slices=slices,
-        check=check,
-        deep=deep,
-        threads=threads,
-        progress=progress,
-        served=served,
-    )
+    checkpoint = Checkpoint.open(checkpoint_path)
+    if served:
+        decide(checkpoint.facts).require()
+    return build_from(checkpoint, out_path, slices=slices, check=check, deep=deep, threads=threads, progress=progress)
 
 
 def build_from(
@@ -99,12 +93,9 @@ def build_from(
     deep: bool = False,
     threads: int | None = None,
     progress: Report | None = None,
-    served: bool = True,
 ) -> BuildReport:
-    """As `build_store`, from a checkpoint that is open."""
+    """As `build_store`, from a checkpoint that is open and of which the caller has decided that it can be served."""
     start = time.monotonic()
-    if served:
-        decide(checkpoint.facts).require()
     target = Target(checkpoint, Path(out_path).absolute(), slices, deep, threads or default_threads())
     build, finished = _Build(target), Finished(target)
     existing = finished.manifest()

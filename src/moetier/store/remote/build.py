@@ -13,6 +13,7 @@ import numpy as np
 
 from moetier.checkpoint.index import INDEX_SUFFIX, choose_files, lawful
 from moetier.checkpoint.shards import MAX_JSON, Shard, Shards, parse_shard, read_config, read_json
+from moetier.decision.decide import decide
 from moetier.errors import CheckpointError, StoreError
 from moetier.files import locked_folder, store_errors, write_durably
 from moetier.store.build import BuildReport, build_from
@@ -63,7 +64,8 @@ def build_remote(
     """Build the store `out` and the trimmed checkpoint `trimmed` of hf://ORG/NAME, with at most `keep` shards on disk.
 
     Killed, the same call resumes: layers that are whole, files that were trimmed and what was fetched of a shard stay.
-    accept: called with the headers, before any weight is fetched; what it raises ends the build.
+    accept: called with the headers, before any weight is fetched; what it raises ends the build. None: RefusedError
+    where the model could not be served on any machine.
     """
     repository = open_repository(source)
     out, trimmed = out.absolute(), trimmed.absolute()
@@ -72,7 +74,9 @@ def build_remote(
     with locked_folder(download, LOCK), locked_folder(partial, LOCK):
         folder = _small_files(repository, fetcher, download)
         checkpoint, shards = _open(repository, fetcher, folder, keep, progress)
-        if accept is not None:
+        if accept is None:
+            decide(checkpoint.facts).require()
+        else:
             accept(checkpoint)
         shards.cache.arrived = shards.keep_sample
         done = is_there(checkpoint, trimmed)
