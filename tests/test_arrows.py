@@ -24,6 +24,7 @@ ROOMS = (
     ("trace",),
     ("budget",),
     ("engine",),
+    ("sentinel",),
     ("identity",),
     ("plan",),
     ("doctor",),

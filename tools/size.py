@@ -19,14 +19,15 @@ ROOMS: dict[str, int] = {
     "src/moetier/checkpoint/": 2130,  # hf_quant_config.json, keys that contradict each other
     "src/moetier/decision/": 1360,  # keys judged by their words
     "src/moetier/store/": 3080,
-    "src/moetier/tiers/": 1200,
+    "src/moetier/tiers/": 1230,  # slots in quarantine
     "src/moetier/trace/": 440,
-    "src/moetier/engine/": 2100,
+    "src/moetier/engine/": 2130,  # the sentinel's door
+    "src/moetier/sentinel/": 380,
     "src/moetier/identity/": 560,
     "src/moetier/plan/": 2980,
     "src/moetier/doctor/": 1340,
     "src/moetier/launch/": 2920,
-    "src/moetier/vllm/": 1960,
+    "src/moetier/vllm/": 1990,  # the sentinel's metrics, start and end
     "src/moetier/transformers/": 220,
     "src/moetier/cli/": 1420,
     "src/moetier/budget.py": 120,

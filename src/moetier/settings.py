@@ -72,6 +72,15 @@ class Settings(BaseModel):
     check_staging: bool = Field(
         False, description="for tests: assert at every copy that the staging slot has no other writer in this step"
     )
+    sentinel: float = Field(
+        0.005,
+        ge=0,
+        le=0.5,
+        description="share of one CPU's time for checks of what serves, bytes and arithmetic, while it serves; 0: none",
+    )
+    halt_on_corruption: bool = Field(
+        False, description="end the engine once such a check finds that bytes or arithmetic were wrong"
+    )
     counters_folder: Path | None = Field(
         None, description="where each process writes what it counted, for /metrics (`moetier serve` sets it)"
     )

@@ -69,6 +69,13 @@ Assignments = Annotated[
 IdentityCheck = Annotated[
     int, typer.Option(min=0, max=100_000, help="Random layer calls compared through every path at start; 0: none.")
 ]
+HaltOnCorruption = Annotated[
+    bool,
+    typer.Option(
+        "--halt-on-corruption",
+        help="End the server once a check while it serves finds that bytes or arithmetic were wrong.",
+    ),
+]
 Record = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Record a routing trace to this new file (`moetier trace`).")
 ]

@@ -43,6 +43,7 @@ def serve(
     drain_seconds: given.DrainSeconds = 30,
     setting: given.Assignments = None,
     identity_check: given.IdentityCheck = Settings.model_fields["identity_check"].default,
+    halt_on_corruption: given.HaltOnCorruption = False,
     record: given.Record = None,
     usage_stats: given.UsageStats = False,
     log_file: given.LogFile = None,
@@ -53,7 +54,7 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible API; what follows `--` goes to vLLM."""
     values: dict[str, Any] = {"store": store or model.resolve().with_name(f"{model.resolve().name}-store")}
-    values |= {"identity_check": identity_check, "record_trace": record}
+    values |= {"identity_check": identity_check, "record_trace": record, "halt_on_corruption": halt_on_corruption}
     values |= {} if dram_records is None else {"dram_records": dram_records}
     values |= {} if slots is None else {"slots": slots}
     values |= _assignments(setting or [])

@@ -7,6 +7,22 @@ from dataclasses import astuple, dataclass
 
 
 @dataclass
+class Checks:
+    """What a sentinel looked at since the start. Each field has one writing thread."""
+
+    records: int = 0
+    """Records whose bytes were compared with their checksums where they lie."""
+    rounds: int = 0
+    """Times that every record was."""
+    calls: int = 0
+    """Rows of calls that were computed again."""
+    wrong_records: int = 0
+    wrong_calls: int = 0
+    us: float = 0
+    """CPU time of it, in microseconds."""
+
+
+@dataclass
 class Counters:
     """Of one layer. Each field has one writing thread; readers take what they see. Times in microseconds.
 

@@ -78,6 +78,8 @@ class TieredLayer:
             context.trace.add(self.index, context.step, ids)
         if context.recorder is not None:
             context.recorder.add(Call(self.index, x, ids, weights, out))
+        if context.sampler is not None and context.sampler.wanted:
+            context.sampler.sample(Call(self.index, x, ids, weights, out))
 
     def preload(self, number: int) -> None:
         """Read the `number` hottest experts into free slots."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from moetier.engine.context import Context
-from moetier.engine.counters import Counters
+from moetier.engine.counters import Checks, Counters
 from moetier.engine.host import TieredLayer
 from moetier.engine.recording import Recorder
 from moetier.errors import MoetierError, UnsupportedModelError
@@ -74,6 +74,11 @@ class TieredModel:
             trace=TraceWriter(settings.record_trace, header) if settings.record_trace and rank == 0 else None,
         )
         self._attached: dict[int, TieredLayer] = {}
+        self.dram: dict[int, DramTier] = {}
+        """By the layer's index in the store: of every layer that is served."""
+        self.lock = threading.Lock()
+        """Held by whoever changes what is in DRAM, where there are device slots: several threads do then."""
+        self.checks = Checks()
         self._at_close: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._saver = threading.Thread(target=self._save_heat_now_and_then, name="moetier-heat", daemon=True)
@@ -102,6 +107,7 @@ class TieredModel:
             )
             layer.preload(self.records)
             self._attached[index] = layer
+            self.dram[index] = tier
         return self._attached[index]
 
     @property

@@ -10,11 +10,12 @@ import contextlib
 import json
 import logging
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moetier.engine import Counters, TieredModel
+from moetier.engine.counters import Checks
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Snapshot:
     disk_bytes: int
     disk_retries: int
     healed: int
+    checks: Checks = field(default_factory=Checks)
+    """Of the sentinel."""
     direct: bool = True
     """Whether reads of the store bypass the page cache."""
 
@@ -45,6 +48,7 @@ class Snapshot:
             disk.bytes,
             disk.retries,
             model.healer.healed if model.healer else 0,
+            model.checks,
             model.reader.direct,
         )
 
@@ -53,7 +57,7 @@ class Snapshot:
         """The inverse of json.dumps(asdict(...)); ValueError, KeyError or TypeError for another text."""
         state: dict[str, Any] = json.loads(text)
         layers = {int(number): Counters(**counters) for number, counters in state.pop("layers").items()}
-        return cls(layers=layers, **state)
+        return cls(layers=layers, checks=Checks(**state.pop("checks")), **state)
 
     @property
     def total(self) -> Counters:
@@ -123,6 +127,9 @@ def line(now: list[Snapshot], before: list[Snapshot]) -> str:
     ]
     if total.slot_fills or total.streamed_bytes:
         parts.append(f"{total.slot_fills} slot fills, {total.streamed_bytes / 2**20:.1f} MiB streamed")
+    wrong = sum(snapshot.checks.wrong_records + snapshot.checks.wrong_calls for snapshot in now)
+    if wrong:
+        parts.append(f"{wrong} CORRUPTIONS since the start")
     healed = sum(snapshot.healed for snapshot in now)
     if healed:
         parts.append(f"{healed} records healed since the start")

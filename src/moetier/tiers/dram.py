@@ -18,6 +18,7 @@ class DramTier:
 
     A slot is free, being filled (taken, owned by nobody), or owned by the one expert that `addresses` maps to it. An
     expert is mapped only after its bytes are whole (`publish`), and unmapped before its slot is given away (`take`).
+    One whose memory is not trusted any more is out of service for good (`quarantine`).
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class DramTier:
         self._owner: NDArray[np.int32] = np.full(slots, ABSENT, np.int32)
         self._free = list(range(slots - 1, -1, -1))
         self._filling: set[int] = set()
+        self._quarantined: set[int] = set()
 
     @property
     def slots(self) -> int:
-        return self.arena.slots
+        """Slots in service."""
+        return self.arena.slots - len(self._quarantined)
 
     @property
     def resident(self) -> NDArray[np.int32]:
@@ -90,13 +93,21 @@ class DramTier:
         self._filling.remove(slot)
         self._free.append(slot)
 
+    def quarantine(self, expert: int) -> None:
+        """Unmap `expert`, and leave its slot to nobody: whoever still reads there reads the same bytes."""
+        slot = int(self._slot_of[expert])
+        assert slot != ABSENT, f"expert {expert} is not in DRAM"
+        self._slot_of[expert] = self._owner[slot] = ABSENT
+        self.addresses[expert] = 0
+        self._quarantined.add(slot)
+
     def check_integrity(self) -> None:
         """Slots, owners, table and free list agree; AssertionError says where not."""
         owned = {int(slot) for slot in np.flatnonzero(self._owner != ABSENT)}
         assert len(self._free) == len(set(self._free)), "a slot is free twice"
-        assert sorted([*owned, *self._free, *self._filling]) == list(range(self.slots)), (
+        assert sorted([*owned, *self._free, *self._filling, *self._quarantined]) == list(range(self.arena.slots)), (
             f"slots are lost or shared: owned {sorted(owned)}, free {sorted(self._free)}, "
-            f"being filled {sorted(self._filling)}"
+            f"being filled {sorted(self._filling)}, in quarantine {sorted(self._quarantined)}"
         )
         for expert in range(self.addresses.size):
             slot = int(self._slot_of[expert])

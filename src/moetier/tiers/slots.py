@@ -6,7 +6,8 @@ stream copies records into slots that no step can read. So a slot goes round:
     free -> filling (a copy is on its way) -> live (in the table) -> free
 
 `publish` makes it live once its copy has ended; `retire` takes it out of the table at once, and the next copy into it
-first waits for the steps that were launched before. Slots of resident experts are never retired.
+first waits for the steps that were launched before. Slots of resident experts are never retired. A slot whose memory is
+not trusted any more is out of service for good (`quarantine`).
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class DeviceSlots:
         self._owner: NDArray[np.int32] = np.full(capacity, ABSENT, np.int32)
         self._free = list(range(capacity - 1, -1, -1))
         self._filling: dict[int, Filling] = {}
+        self._quarantined: set[int] = set()
+        self.fills = 0
+        """Copies begun by `fill`, of all slots: while it stays, the bytes of every slot do."""
         self._last_use: dict[int, torch.cuda.Event] = {}
         self._stream = _stream(self.device) if self.device.type == "cuda" else None
 
@@ -101,6 +105,7 @@ class DeviceSlots:
         assert record.dtype == torch.uint8, "a record is bytes"
         assert record.is_contiguous(), "the bytes of a record lie one after the other"
         assert record.numel() <= self.slots.shape[1], "a record longer than a slot"
+        self.fills += 1
         slot = self._free.pop()
         used = self._last_use.pop(slot, None)
         if self._stream is not None and used is not None:
@@ -139,6 +144,21 @@ class DeviceSlots:
             self._last_use[slot] = _event(torch.cuda.current_stream(self.device))
         self._free.append(slot)
 
+    def quarantine(self, expert: int) -> None:
+        """`retire`, and leave the slot to nobody."""
+        slot = int(self.mirror[expert])
+        self.retire(expert)
+        self._free.remove(slot)
+        self._last_use.pop(slot, None)
+        self._quarantined.add(slot)
+
+    def rewrite(self, expert: int, record: torch.Tensor) -> None:
+        """Put the bytes of an expert that has a slot there again, in stream order: `record`, uint8 on the host."""
+        slot = int(self.mirror[expert])
+        assert slot != ABSENT, f"expert {expert} has no slot"
+        used = min(record.numel(), self.slots.shape[1])
+        self.slots[slot, :used].copy_(record[:used])
+
     def _set(self, expert: int, slot: int) -> None:
         """One entry of the table, in stream order: the value travels with the launch, no buffer is shared."""
         self.mirror[expert] = slot
@@ -155,7 +175,7 @@ class DeviceSlots:
         assert len(set(slots.tolist())) == slots.size, "two experts share a slot"
         assert np.array_equal(self._owner[slots], self.live), "a slot's owner is not the expert that the table names"
         assert (self._owner != ABSENT).sum() == slots.size, "a slot is owned by an expert that the table does not name"
-        states = sorted([*slots.tolist(), *self._free, *self._filling])
+        states = sorted([*slots.tolist(), *self._free, *self._filling, *self._quarantined])
         assert states == list(range(self.capacity)), "a slot is in no state, or in two"
         assert set(self._last_use) <= set(self._free), "a slot that is not free waits for its last use"
         coming = [filling.expert for filling in self._filling.values()]

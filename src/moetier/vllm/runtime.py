@@ -24,6 +24,7 @@ from moetier.launch.command import cpus_of_rank
 from moetier.launch.counting import Publisher
 from moetier.launch.failure import reported
 from moetier.machine import limits as machine
+from moetier.sentinel.watch import Sentinel
 from moetier.settings import Settings
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.match import compare_some, open_store
@@ -64,6 +65,7 @@ class Key:
 
 _models: dict[Key, TieredModel] = {}
 _hybrids: dict[Key, HybridModel] = {}
+_sentinels: dict[Key, Sentinel] = {}
 
 
 def tiered_model(vllm_config: Any) -> TieredModel:
@@ -81,6 +83,9 @@ def tiered_model(vllm_config: Any) -> TieredModel:
         if key not in _models:
             _check_no_draft_model(vllm_config)
             _models[key] = _open(settings, vllm_config)
+            if settings.sentinel:
+                sentinel = _sentinels[key] = Sentinel(_models[key], settings.sentinel, halt=settings.halt_on_corruption)
+                _models[key].at_close(sentinel.close)
     return _models[key]
 
 
@@ -171,6 +176,7 @@ def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
     """The device slots over `tiers`; the first call makes them, when the dense weights are on the device."""
     key = Key.of(tiers.settings, vllm_config)
     if key not in _hybrids:
+        from moetier.sentinel.slots import WatchedSlots
         from moetier.vllm.hybrid import open_hybrid
 
         def failed(error: MoetierError) -> None:
@@ -184,6 +190,9 @@ def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
         if tiers.settings.check_at_end:
             tiers.at_close(partial(_check_slots_at_end, tiers, model))
         tiers.at_close(model.close)
+        if key in _sentinels:
+            _sentinels[key].watch(WatchedSlots(tiers, model.layers, model.device))
+            tiers.at_close(_sentinels[key].close)  # before the slots are gone
         _hybrids[key] = model
     return _hybrids[key]
 
@@ -263,6 +272,10 @@ def begin_step(step: Step, launch: Launch) -> None:
     for model in _models.values():
         model.context.step = step
         model.context.real = True
+    for key, sentinel in _sentinels.items():
+        sentinel.start()  # nothing is loaded or captured any more
+        with reported(key.failure_file):
+            sentinel.settle()
     for hybrid in _hybrids.values():
         hybrid.before_step(launch, step)
 
@@ -295,6 +308,7 @@ def ranks() -> int:
 def close_all() -> None:
     """Close every model of this process; the next one is opened anew."""
     _hybrids.clear()
+    _sentinels.clear()
     while _models:
         _models.popitem()[1].close()
 

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from moetier.engine import Counters
+from moetier.engine.counters import Checks
 from moetier.launch.counting import Snapshot, line, read_snapshots
 from moetier.vllm.plugin import NAME
 
@@ -39,7 +40,16 @@ PER_RANK = {
     "disk_retries": ("store_retries", "Records read again because their checksum was wrong"),
     "healed": ("records_healed", "Records healed from the checkpoint"),
 }
+CHECKS = {
+    "records": ("sentinel_records", "Records in memory whose bytes were compared with their checksums"),
+    "rounds": ("sentinel_rounds", "Times that every record in memory was"),
+    "calls": ("sentinel_calls", "Rows of layer calls that were computed again by another core and instruction set"),
+    "wrong_records": ("corrupt_records", "Records in memory whose bytes were wrong"),
+    "wrong_calls": ("corrupt_calls", "Rows of layer calls that differed when they were computed again"),
+    "us": ("sentinel_microseconds", "CPU time of these checks"),
+}
 assert {*PER_LAYER, *TIMES, *TIERS.values()} == {field.name for field in fields(Counters)}, "a counter has no metric"
+assert {*CHECKS} == {field.name for field in fields(Checks)}, "a check has no metric"
 
 
 class Collector:
@@ -74,6 +84,9 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
         name: CounterMetricFamily(f"moetier_{metric}", text, labels=["rank"])
         for name, (metric, text) in PER_RANK.items()
     }
+    checks = {
+        name: CounterMetricFamily(f"moetier_{metric}", text, labels=["rank"]) for name, (metric, text) in CHECKS.items()
+    }
     direct = GaugeMetricFamily(
         "moetier_store_direct", "Whether the store is read past the page cache (1) or through it (0)", labels=["rank"]
     )
@@ -82,6 +95,8 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
         direct.add_metric([rank], float(snapshot.direct))
         for name, family in ranks.items():
             family.add_metric([rank], getattr(snapshot, name))
+        for name, family in checks.items():
+            family.add_metric([rank], getattr(snapshot.checks, name))
         for number, counters in snapshot.layers.items():
             place = [rank, str(number)]
             rate.add_metric(place, counters.hit_rate)
@@ -89,7 +104,7 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
                 family.add_metric(place, getattr(counters, name))
             for tier, name in TIERS.items():
                 reads.add_metric([*place, tier], getattr(counters, name))
-    return [rate, reads, *families.values(), *ranks.values(), direct]
+    return [rate, reads, *families.values(), *ranks.values(), *checks.values(), direct]
 
 
 class MoetierStatLogger(StatLoggerBase):

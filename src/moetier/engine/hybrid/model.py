@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -98,8 +97,7 @@ class HybridModel:
             many = CudaPath(sizes, max_tokens, device)
             check = tiers.settings.check_staging
             streamer = Streamer(sizes, max_tokens, self.slots, staging, self._bytes, many, check=check)
-        self._lock = threading.Lock()
-        self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, self._lock, tiers.context)
+        self._shared = Shared(self.path, streamer, tiers.kernel, self._bytes, tiers.lock, tiers.context)
         self._registered = Registered()
         self._registered.add(*tiers.staging.arena.extent)
         experts, layers = part.geometry.experts, len(tiers.store.manifest.layers)
@@ -150,6 +148,7 @@ class HybridModel:
         if self.layers and not tiers.drafts(number):  # a drafter may be called in a graph, or not at all
             self.layers[-1].following = layer
         self.layers.append(layer)
+        tiers.dram[index] = tier
         return layer
 
     def _load_slots(self, layer: HybridLayer, resident: NDArray[np.int32]) -> None:
