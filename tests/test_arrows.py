@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
 ROOMS = (
-    ("errors", "visible", "files", "folders", "git"),
+    ("errors", "visible", "files", "folders", "git", "interrupts"),
     ("amounts", "settings", "vllm_arguments"),
     ("contract",),
     ("machine",),

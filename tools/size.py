@@ -18,11 +18,11 @@ ROOMS: dict[str, int] = {
     "src/moetier/kernels/cuda/": 4240,
     "src/moetier/checkpoint/": 2130,  # hf_quant_config.json, keys that contradict each other
     "src/moetier/decision/": 1360,  # keys judged by their words
-    "src/moetier/store/": 3080,
+    "src/moetier/store/": 3120,  # work on threads that hears Ctrl-C
     "src/moetier/tiers/": 1230,  # slots in quarantine
     "src/moetier/trace/": 440,
     "src/moetier/engine/": 2130,  # the sentinel's door
-    "src/moetier/sentinel/": 380,
+    "src/moetier/sentinel/": 410,
     "src/moetier/identity/": 560,
     "src/moetier/plan/": 2980,
     "src/moetier/doctor/": 1340,

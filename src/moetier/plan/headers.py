@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from moetier.plan.parts import sort_tensors
 from moetier.store.origin import Origin
 from moetier.store.remote.fetch import Fetcher, Patience, RemoteFile
 from moetier.store.remote.hub import SCHEME, Repository, open_repository
+from moetier.store.work import Workers
 
 FIRST_READ = 1 << 16
 """Bytes of a shard's first request: its length field, and often the whole header."""
@@ -106,8 +106,10 @@ def hub_headers(source: str, patience: Patience | None = None) -> Headers:
             f"{source}: expected 1 to {MAX_SHARDS} safetensors files, found {len(names) or 'none'}; give a repository "
             "of whole safetensors weights"
         )
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        shards = dict(zip(names, pool.map(lambda name: _header(fetcher, repository.files[name]), names), strict=True))
+    with Workers(AT_ONCE, "moetier-headers") as workers:
+        shards = dict(
+            zip(names, workers.map(lambda name: _header(fetcher, repository.files[name]), names), strict=True)
+        )
     lawful_shards = Shards(Path(source), files.index, lawful(source, files, shards), files.unread)
     where, name = f"{SCHEME}{repository.name}@{repository.commit}", repository.name.rpartition("/")[2]
     facts = Facts(source, config, lawful_shards.tensors, tokenizer)

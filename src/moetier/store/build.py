@@ -12,7 +12,6 @@ import json
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from moetier.store.describe import LOSS, LayerFiles, describe, entry_before, lay
 from moetier.store.finished import LOCK, Finished, Target
 from moetier.store.manifest import Manifest
 from moetier.store.store import slice_sums
-from moetier.store.work import Meter, Report, default_threads, for_each
+from moetier.store.work import Meter, Report, Workers, default_threads
 
 PLAN = "build.json"
 
@@ -133,7 +132,7 @@ class _Build:
         self._read_before()
         missing = [layer for layer in layers if not self._is_whole(layer)]
         self._check_space(missing)
-        with ThreadPoolExecutor(self.target.threads, "moetier-build") as pool:
+        with Workers(self.target.threads, "moetier-build") as pool:
             meter = Meter("build", len(layers) * self.geometry.experts, progress)
             meter.add((len(layers) - len(missing)) * self.geometry.experts)
             checker = Checker(self.checkpoint, self.layout, check, pool, progress)
@@ -158,7 +157,7 @@ class _Build:
 
     def check_existing(self, check: int, progress: Report | None) -> int:
         """Check a store that is there already; the number of experts compared."""
-        with ThreadPoolExecutor(self.target.threads, "moetier-check") as pool:
+        with Workers(self.target.threads, "moetier-check") as pool:
             checker = Checker(self.checkpoint, self.layout, check, pool, progress)
             for layer, moe in enumerate(self.checkpoint.moe_layers):
                 if not self.checkpoint.shards.remote:
@@ -278,7 +277,7 @@ class _Build:
                 "free some space or choose another OUT (layers that are done stay)"
             )
 
-    def _build_layer(self, layer: int, pool: ThreadPoolExecutor, meter: Meter) -> None:
+    def _build_layer(self, layer: int, pool: Workers, meter: Meter) -> None:
         files = self._files(layer)
         sums = np.zeros((self.geometry.experts, self.geometry.slices), np.uint64)
         losses: list[Loss | None] = [None] * self.geometry.experts
@@ -296,7 +295,7 @@ class _Build:
                     sums[expert] = list(slice_sums(self.layout, record))
                     write_all(fd, record.data, expert * self.layout.stride)
 
-                for_each(pool, range(self.geometry.experts), job, meter)
+                pool.map(job, range(self.geometry.experts), meter)
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from moetier.store.checkpoint import Checkpoint
 from moetier.store.describe import LayerFiles
 from moetier.store.second import SecondReader
 from moetier.store.store import slice_sums
-from moetier.store.work import Meter, Report, for_each
+from moetier.store.work import Meter, Report, Workers
 
 
 class Checker:
@@ -28,7 +27,7 @@ class Checker:
         checkpoint: Checkpoint,
         layout: RecordLayout,
         count: int,
-        pool: ThreadPoolExecutor,
+        pool: Workers,
         progress: Report | None,
     ) -> None:
         self.checkpoint = checkpoint
@@ -52,7 +51,7 @@ class Checker:
         with store_errors(f"{files.records} cannot be read"):
             fd = os.open(files.records, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                for_each(self.pool, chosen, lambda expert: self._compare(layer, expert, fd, files), self._meter)
+                self.pool.map(lambda expert: self._compare(layer, expert, fd, files), chosen, self._meter)
             finally:
                 os.close(fd)
         self.checked += len(chosen)

@@ -6,12 +6,12 @@ Headers alone do not tell a model from its fine-tune, so every tensor contribute
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from moetier.checkpoint.shards import Shards
 from moetier.errors import CheckpointError
+from moetier.store.work import Workers
 
 HASH_CHUNK = 1 << 22
 READERS = 8
@@ -62,8 +62,8 @@ def sampled_identity(config: bytes, shards: Shards) -> str:
     """As `headers_identity`, and the samples of every tensor: version 2."""
     digest = hashlib.sha256(b"moetier checkpoint 2")
     digest.update(_headers(config, shards).digest())
-    with ThreadPoolExecutor(min(READERS, max(len(shards.shards), 1)), "moetier-identity") as pool:
-        for sample in pool.map(shards.sampled, shards.shards):
+    with Workers(min(READERS, max(len(shards.shards), 1)), "moetier-identity") as workers:
+        for sample in workers.map(shards.sampled, shards.shards):
             digest.update(bytes.fromhex(sample))
     return digest.hexdigest()
 

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 from moetier.errors import StoreError
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.store import Store
-from moetier.store.work import Meter, Report, default_threads, for_each
+from moetier.store.work import Meter, Report, Workers, default_threads
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +85,13 @@ def compare_some(
     chosen = {layer: random.sample(range(comparer.experts), min(each, comparer.experts)) for layer in layers}
     compared: set[int] = set()
     count = 0
-    with ThreadPoolExecutor(THREADS, "moetier-compare") as pool:
+    with Workers(THREADS, "moetier-compare") as pool:
         for at in range(min(each, comparer.experts)):
             for some in _batched(layers):
                 if time.monotonic() - begun > (min(seconds, limit) if at else limit):
                     break
                 items = [layer * comparer.experts + chosen[layer][at] for layer in some]
-                for_each(pool, items, comparer.compare, Meter("compare", len(items), None))
+                pool.map(comparer.compare, items)
                 compared |= set(some)
                 count += len(some)
     skipped = sorted(store.manifest.layers[layer].number for layer in set(layers) - compared)
@@ -105,8 +104,8 @@ def compare_all(
     """Compare every expert with the checkpoint; how many. StoreError names the first that differs."""
     comparer = _Comparer(store, checkpoint)
     total = len(store.manifest.layers) * comparer.experts
-    with ThreadPoolExecutor(threads or default_threads(), "moetier-compare") as pool:
-        for_each(pool, range(total), comparer.compare, Meter("compare", total, progress))
+    with Workers(threads or default_threads(), "moetier-compare") as pool:
+        pool.map(comparer.compare, range(total), Meter("compare", total, progress))
     return total
 
 

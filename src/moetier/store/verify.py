@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from moetier.files import open_to_read
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.match import compare_some, open_store
 from moetier.store.store import Store
-from moetier.store.work import Meter, Report, default_threads, for_each
+from moetier.store.work import Meter, Report, Workers, default_threads
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def verify_store(
         _check_origin(Path(path), Checkpoint.open(checkpoint))
     bad: list[BadRecord] = []
     local = threading.local()
-    with Store.open(path) as store, ThreadPoolExecutor(threads or default_threads(), "moetier-verify") as pool:
+    with Store.open(path) as store, Workers(threads or default_threads(), "moetier-verify") as pool:
         manifest = store.manifest
         experts = manifest.geometry.experts
         records = len(manifest.layers) * experts
@@ -75,7 +74,7 @@ def verify_store(
                 number = manifest.layers[layer].number
                 bad.append(BadRecord(number, expert, str(store.record_file(layer)), str(error)))
 
-        for_each(pool, range(records), job, Meter("verify", records, progress))
+        pool.map(job, range(records), Meter("verify", records, progress))
     bad.sort(key=lambda record: (record.layer, record.expert))
     return VerifyReport(
         store=str(path),

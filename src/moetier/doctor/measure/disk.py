@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import random
-import signal
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from moetier.errors import SettingsError
+from moetier.interrupts import interrupts_held
 from moetier.machine.facts import Disk, DiskRate
 
 BLOCK = 4096
@@ -68,27 +68,6 @@ def measure_disk(disk: Disk, record_bytes: int) -> tuple[DiskRate, ...]:
         ) from error
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[list[int]]:
-    """Keep Ctrl-C until the end, and yield the list of those that came.
-
-    Raised amid a lock of Python's own (a pool takes several), KeyboardInterrupt leaves it locked: the readers then wait
-    for it, and the pool for them, for ever. Only the main thread is interrupted.
-    """
-    came: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
-
-
 def _rate(target: _Target, depth: int, record_bytes: int) -> float:
     """Bytes a second of `depth` readers that each wait for one record at a time."""
     stop, done = threading.Event(), [0] * depth
@@ -103,7 +82,7 @@ def _rate(target: _Target, depth: int, record_bytes: int) -> float:
                 _read_record(file, buffer, offset, target.direct)
                 done[reader] += 1
 
-    with _interrupts_held() as interrupts, ThreadPoolExecutor(depth) as pool:
+    with interrupts_held() as interrupts, ThreadPoolExecutor(depth) as pool:
         try:
             readers = [pool.submit(read, reader) for reader in range(depth)]
             while not interrupts and (left := start + SECONDS - time.perf_counter()) > 0:
