@@ -3,7 +3,7 @@
 import pytest
 
 from moetier.errors import SettingsError
-from moetier.vllm_arguments import BATCHED, LENGTH, Drafting, drafting_of, has, number_of, value_of
+from moetier.vllm_arguments import BATCHED, LENGTH, Drafting, drafting_of, has, number_of, speculates, value_of
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,19 @@ def test_drafting(arguments, drafting):
 def test_drafting_that_is_none_is_one_error(text):
     with pytest.raises(SettingsError, match="--speculative-config"):
         drafting_of(("--speculative-config", text))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (("--speculative-config", '{"method": "mtp"}'), True),
+        (('-sc={"method": "mtp"}',), True),
+        (("--speculative_config.method=mtp",), True),
+        (("--spec-tokens", "2"), True),
+        (("--spec-method=mtp",), True),
+        (("--spec_model", "another"), True),
+        (("--max-model-len", "128"), False),
+    ],
+)
+def test_every_way_to_ask_for_speculation_is_seen(arguments: tuple[str, ...], found: bool) -> None:
+    assert speculates(arguments) is found

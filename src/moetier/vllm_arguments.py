@@ -24,9 +24,11 @@ GRAPHS = (SIZES, "--max-cudagraph-capture-size", "--compilation-config", "-cc", 
 SPECULATIVE = "--speculative-config"
 BLOCK_DRAFTS = ("dspark", "dflash")
 """Methods whose drafter guesses all tokens in one forward."""
+SPELT = ("--spec-method", "--spec-model", "--spec-tokens")
+"""Keys of --speculative-config that have an option of their own."""
 RANKS = ("-tp", "--tensor-parallel-size")
 UNDERSTOOD = (
-    *(LENGTH, SEQUENCES, BATCHED, BLOCK, *GRAPHS, SPECULATIVE, "-sc", "--spec-method", "--spec-tokens", *RANKS),
+    *(LENGTH, SEQUENCES, BATCHED, BLOCK, *GRAPHS, SPECULATIVE, "-sc", *SPELT, *RANKS),
     *("--enforce-eager", "--no-enable-chunked-prefill"),
 )
 """Every option that plans and launches follow from."""
@@ -78,6 +80,11 @@ def drafting_of(arguments: Sequence[str]) -> Drafting:
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
         raise SettingsError(f"{SPECULATIVE}: expected a number for num_speculative_tokens, found {tokens!r}")
     return Drafting(tokens, method in BLOCK_DRAFTS)
+
+
+def speculates(arguments: Sequence[str]) -> bool:
+    """Whether the engine guesses tokens: whatever gives vLLM a speculative config."""
+    return has(arguments, SPECULATIVE, "-sc", *SPELT)
 
 
 def drafts_itself(arguments: Sequence[str]) -> bool:

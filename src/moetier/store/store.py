@@ -75,6 +75,10 @@ class Store:
                 "the store does not belong to this model"
             ) from None
 
+    def served_layers(self, hidden_layers: int, speculates: bool) -> int:
+        """MoE layers that an engine loads: the drafter's, behind the model's own, only where it speculates."""
+        return sum(speculates or layer.number < hidden_layers for layer in self.manifest.layers)
+
     def require_drafter(self, number: int | None = None) -> None:
         """StoreError if the draft layer of this number, or any one, was left out when the store was built."""
         for layer in self.manifest.left_out:

@@ -199,8 +199,7 @@ def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
 
 def served_layers(checkpoint: Checkpoint, store: Store, vllm_config: Any) -> int:
     """MoE layers that this engine loads: the drafter's (MTP) only where it speculates."""
-    drafts = vllm_config.speculative_config is not None
-    return sum(drafts or layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
+    return store.served_layers(checkpoint.hidden_layers, vllm_config.speculative_config is not None)
 
 
 def _of_rank(settings: Settings, rank: int, ranks: int) -> Settings:
