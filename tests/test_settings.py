@@ -17,6 +17,8 @@ from moetier.settings import Settings
         ("25%", 32, 8),
         ("0%", 32, 0),
         ("100%", 7, 7),
+        ("28.999%", 100, 28),
+        ("0.57%", 10000, 57),
     ],
 )
 def test_records_of_a_layer(asked: int | str, experts: int, records: int | None) -> None:

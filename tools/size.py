@@ -30,11 +30,11 @@ ROOMS: dict[str, int] = {
     "src/moetier/vllm/": 1990,  # the sentinel's metrics, start and end
     "src/moetier/transformers/": 220,
     "src/moetier/cli/": 1420,
-    "src/moetier/budget.py": 120,
+    "src/moetier/budget.py": 180,  # items of plan and plugin, sizing of slots
     "src/moetier/settings.py": 200,
     "src/moetier/amounts.py": 80,
     "src/moetier/vllm_arguments.py": 120,
-    "src/moetier/": 480,
+    "src/moetier/": 510,  # interrupts
     "src/moetier_bench/": 6940,
     "src/moetier_stack/": 3560,
     "native/core/": 1880,

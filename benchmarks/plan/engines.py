@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from rows import DEPTH, Compared, Rows, row_of, seconds, with_rates
 
+from moetier.budget import GIB
 from moetier.plan import catalog
 from moetier.plan.costs import Costs, costs_of, engine_named
 from moetier.plan.geometry import Geometry, KvFormat, Parts
-from moetier.plan.hardware import GIB, Hardware, Known
+from moetier.plan.hardware import Hardware, Known
 from moetier.plan.placement import Wanted, place
 from moetier.plan.predict import Case, chunk_seconds
 from moetier.plan.workload import DEFAULT, Workload

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import psutil
 
+from moetier.budget import GIB
 from moetier.errors import MoetierError
 from moetier.launch.planned import Given, Serving, plan_serving
 from moetier.launch.process import check_port, runs_on_cpu
-from moetier.plan.hardware import GIB
 
 SECONDS, EXPLAIN_SECONDS, END_SECONDS, POLL = 600.0, 60.0, 20.0, 0.5
 BEFORE_START = "vLLM's log:"

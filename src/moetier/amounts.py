@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from moetier.errors import SettingsError
 
@@ -20,11 +21,11 @@ class Amount:
     """So many of something: a count, or percent of what there is."""
 
     count: int | None
-    percent: float = 0.0
+    percent: Fraction = Fraction()
 
     def of(self, whole: int) -> int:
         """Return how many of `whole` that is, a share rounded down; more than `whole` where the count is."""
-        return int(whole * self.percent / 100) if self.count is None else self.count
+        return int(self.percent * whole / 100) if self.count is None else self.count
 
 
 def parse_amount(value: object) -> Amount | None:
@@ -34,8 +35,8 @@ def parse_amount(value: object) -> Amount | None:
         return None
     if COUNT.fullmatch(text):
         return Amount(int(text))
-    if SHARE.fullmatch(text) and float(text[:-1]) <= 100:
-        return Amount(None, float(text[:-1]))
+    if SHARE.fullmatch(text) and Fraction(text[:-1]) <= 100:
+        return Amount(None, Fraction(text[:-1]))  # exactly: 0.57% of 10,000 are 57
     raise ValueError(f"expected a number, a share such as 25%, or auto, found {value!r:.80}")
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from moetier.budget import GIB, Budget, choose, reserve_of
+from moetier.budget import GIB, Budget, Item, choose, reserve_of
 from moetier.errors import SettingsError
 
 MIB = 2**20
-ROOM = Budget(available=100 * GIB, reserve=10 * GIB, other=20 * GIB, layers=40, experts=384, stride=18 * MIB)
+ROOM = Budget(100 * GIB, (Item("engine", 20 * GIB),), layers=40, experts=384, stride=18 * MIB, reserve=10 * GIB)
 
 
 def test_auto_takes_what_the_reserve_leaves() -> None:
@@ -20,7 +20,7 @@ def test_auto_is_at_most_all() -> None:
 
 
 def test_auto_may_be_none() -> None:
-    assert choose(None, replace(ROOM, available=30 * GIB)) == 0
+    assert choose(None, replace(ROOM, limit=30 * GIB)) == 0
 
 
 def test_a_number_may_spend_the_reserve() -> None:
@@ -35,7 +35,7 @@ def test_too_many_records_names_what_fits() -> None:
 @pytest.mark.parametrize("asked", [None, 0, 5])
 def test_not_even_the_rest_fits(asked: int | None) -> None:
     with pytest.raises(SettingsError, match=r"too little memory: 20.00 GiB are needed before any expert"):
-        choose(asked, replace(ROOM, available=15 * GIB))
+        choose(asked, replace(ROOM, limit=15 * GIB))
 
 
 @pytest.mark.parametrize(("limit", "reserve"), [(16 * GIB, 2 * GIB), (160 * GIB, 20 * GIB), (512 * GIB, 20 * GIB)])

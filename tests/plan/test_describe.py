@@ -2,10 +2,11 @@
 
 import pytest
 
+from moetier.budget import GIB
 from moetier.errors import SettingsError
 from moetier.plan.cards import card_named
 from moetier.plan.describe import describe, rate, size
-from moetier.plan.hardware import GIB, hardware_of
+from moetier.plan.hardware import hardware_of
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moetier.budget import GIB
 from moetier.errors import SettingsError
 from moetier.plan import catalog
 from moetier.plan.describe import describe
-from moetier.plan.hardware import GIB, hardware_of
+from moetier.plan.hardware import hardware_of
 from moetier.plan.placement import Wanted, nearest, place
 from moetier.plan.planner import Question, make_plan, to_json
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from moetier.budget import GIB
 from moetier.plan import catalog
 from moetier.plan.calibration import calibrate
 from moetier.plan.costs import costs_of, engine_named
 from moetier.plan.describe import describe
 from moetier.plan.geometry import Drafter
-from moetier.plan.hardware import GIB, hardware_of
+from moetier.plan.hardware import hardware_of
 from moetier.plan.placement import Wanted, place
 from moetier.plan.planner import Question, make_plan
 from moetier.plan.predict import Case, Draft, band, decode_rate, metrics, ttft

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetier.budget import records_that_fit
+from moetier.budget import Item, records_that_fit
 from moetier.contract import Family, LayerGeometry
 from moetier.engine import TieredModel
 from moetier.engine.recording import Call, Recorder
@@ -106,7 +106,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def _fit(path: Path, records: str, other: int) -> int:
     with Store.open(path) as store:
-        return records_that_fit(Settings(store=path, dram_records=records), store, 2, other)
+        return records_that_fit(Settings(store=path, dram_records=records), store, 2, (Item("engine", other),))
 
 
 @pytest.mark.parametrize("lower", [True, False], ids=["less-kv-cache", "others-stopped"])

@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 
+from moetier.budget import GIB
 from moetier.contract import LayerGeometry
 from moetier.launch.command import ServeRequest, arguments
 from moetier.launch.keys import HASHES, VARIABLE
@@ -116,10 +117,10 @@ def _slots(free_gib: float, slots: int | str, cache_gib: float | None, max_token
         settings=Settings.parse({"store": "/s", "slots": slots, "staging_slots": 8}),
         part=Part(LayerGeometry(7168, 2048, 256, 8)),
     )
-    cache = None if cache_gib is None else int(cache_gib * hybrid.GIB)
+    cache = None if cache_gib is None else int(cache_gib * GIB)
     config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=cache))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gib * hybrid.GIB), 80 * hybrid.GIB))
+        patch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gib * GIB), 80 * GIB))
         return hybrid._slots(tiers, 2, config, max_tokens)
 
 
@@ -138,7 +139,7 @@ def _slots(free_gib: float, slots: int | str, cache_gib: float | None, max_token
         )
     ]
     + [
-        pytest.param(wrong, right, marks=remedy("vllm/hybrid.py", "no slot fits"), id=f"room-{name}")
+        pytest.param(wrong, right, marks=remedy("budget.py", "no slot fits"), id=f"room-{name}")
         for name, wrong, right in (
             ("cache", (8.0, "auto", 6.0), (8.0, "auto", 2.0)),
             ("number", (8.0, 200, 6.0), (8.0, 100, 2.0)),
@@ -154,7 +155,7 @@ def test_slots_that_a_server_finds(trouble: Trouble, wrong: Any, right: Any) -> 
 
 
 @pytest.mark.parametrize("auto", [False, True])
-@remedy("vllm/hybrid.py", "what fits is --slots")
+@remedy("budget.py", "what fits is --slots")
 def test_slots_that_fit(trouble: Trouble, auto: bool) -> None:
     with trouble:
         _slots(8.0, 256, 1.0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetier.budget import ENGINE_BYTES
+from moetier.budget import ENGINE_BYTES, GIB
 from moetier.machine.facts import Cpu, Disk, Finding, Gpu, IoUring, Machine, Memory, Verdict
 
-GIB = 2**30
 FINE, SLOW, BROKEN = Verdict.FINE, Verdict.SLOW, Verdict.BROKEN
 OLDEST_CAPABILITY = (8, 0)
 """What the kernels of device slots are written for (kernels/cuda/path.py)."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
+from moetier.budget import GIB
 from moetier.errors import SettingsError
 from moetier.launch.keys import HASHES, VARIABLE, hashes_of
 from moetier.launch.passed import TLS, take
@@ -16,7 +17,6 @@ from moetier.machine import limits as machine
 from moetier.settings import Settings
 from moetier.vllm_arguments import RANKS, SIZES, has, number_of, value_of
 
-GIB = 2**30
 CPU_WORKER = "moetier.vllm.cpu_worker.MoetierCpuWorker"
 GPU_WORKER = "moetier.vllm.gpu_worker.MoetierGpuWorker"
 CPU_EXECUTOR = "moetier.vllm.executor.RestingExecutor"

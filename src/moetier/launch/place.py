@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moetier.budget import ENGINE_BYTES, GIB, records_that_fit
+from moetier.budget import GIB, cpu_items, device_host_items, records_that_fit
 from moetier.errors import StoreError
 from moetier.launch import process as launcher
 from moetier.launch.command import ServeRequest, tensor_parallel_size
@@ -21,7 +21,7 @@ from moetier.store.checkpoint import Checkpoint, is_expert_tensor
 from moetier.store.match import compare_some
 from moetier.store.match import open_store as open_store_of
 from moetier.store.store import Store
-from moetier.vllm_arguments import drafts_itself
+from moetier.vllm_arguments import drafts_itself, speculates
 
 console = Console(stderr=True)
 
@@ -57,13 +57,19 @@ def place(
 ) -> tuple[int, dict[str, Any]]:
     """Records per layer, and the report of what lives where."""
     on_cpu = launcher.runs_on_cpu()
-    dense = sum(t.nbytes for name, t in checkpoint.tensors.items() if not is_expert_tensor(name))
+    drafts, facts = speculates(request.extra), checkpoint.facts
+    dense = sum(
+        tensor.nbytes
+        for name, tensor in checkpoint.tensors.items()
+        if not is_expert_tensor(name) and (drafts or not facts.drafts(name))
+    )
     cache = int(request.kv_cache_gib * GIB) if on_cpu else 0
     manifest, stride = store.manifest, store.layout.stride
-    experts, layers = manifest.geometry.experts, _served_layers(checkpoint, store, request)
+    experts = manifest.geometry.experts
+    layers = store.served_layers(checkpoint.hidden_layers, drafts)
     ranks = tensor_parallel_size(request.extra)
-    other = ENGINE_BYTES + cache + (dense if on_cpu else 0)
-    records = records_that_fit(request.settings, store, layers, other, ranks)
+    items = cpu_items(dense, cache) if on_cpu else device_host_items(ranks)
+    records = records_that_fit(request.settings, store, layers, items, ranks)
     slots = request.settings.slots_of(experts) or 0  # what fits is known once the engine has started
     resident = slots - request.settings.spare_of(slots, experts)  # which DRAM does not hold too
     held = min(records, experts - resident)
@@ -93,13 +99,6 @@ def place(
         "tiers": tiers,
     }
     return records, report
-
-
-def _served_layers(checkpoint: Checkpoint, store: Store, request: ServeRequest) -> int:
-    """MoE layers that vLLM will load: the drafter's (MTP) only where speculation is asked for."""
-    if any(argument.startswith("--speculative") for argument in request.extra):
-        return len(store.manifest.layers)
-    return sum(layer.number < checkpoint.hidden_layers for layer in store.manifest.layers)
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:

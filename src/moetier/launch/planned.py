@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moetier.amounts import amount_of
+from moetier.budget import GIB
 from moetier.doctor.cache import for_disk, load_rates
 from moetier.doctor.examine import facts
 from moetier.errors import SettingsError
@@ -15,7 +16,7 @@ from moetier.machine.facts import Machine
 from moetier.plan import calibration, report
 from moetier.plan.costs import engine_named
 from moetier.plan.geometry import Geometry
-from moetier.plan.hardware import GIB, hardware_of
+from moetier.plan.hardware import hardware_of
 from moetier.plan.headers import read_folder
 from moetier.plan.placement import Wanted, place
 from moetier.plan.planner import Plan, Question, make_plan

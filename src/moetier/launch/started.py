@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from moetier.budget import GIB
 from moetier.launch.derive import KvCapacity
 
-GIB = 2**30
 NAME = "started.json"
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+from moetier.budget import GIB
 from moetier.errors import SettingsError
 from moetier.machine.facts import Disk, DiskRate, DramRate, Gpu, GpuRate, Machine, Rates
 from moetier.plan.cards import CARDS, card_named, near_names, usual_card
-from moetier.plan.hardware import GIB, TAKEN_FOR, described_cpu, described_memory, dram_by_channels
+from moetier.plan.hardware import TAKEN_FOR, described_cpu, described_memory, dram_by_channels
 from moetier.vllm_arguments import NUMBER
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

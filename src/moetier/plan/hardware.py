@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from moetier.budget import GIB
 from moetier.contract.record import RecordLayout
 from moetier.errors import SettingsError
 from moetier.machine.facts import Cpu, Gpu, Machine, Memory, Rates
 from moetier.plan.cards import Card, card_named, usual_card
 
-GIB = 2**30
 TAKEN_FOR = " card, taken for "
 """In the name of a card that is only described by its memory."""
 NO_GPU = "no GPU"

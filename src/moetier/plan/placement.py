@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from moetier.budget import ENGINE_BYTES, GIB, device_rows, reserve_of
+from moetier.budget import (
+    DEVICE_CONTEXT,
+    DEVICE_RANKS,
+    DEVICE_SHARE,
+    GIB,
+    SMALL_HOST,
+    TABLE_ROWS,
+    WORKSPACE_ROWS,
+    Budget,
+    Item,
+    cpu_items,
+    device_host_items,
+    device_rows,
+    host,
+)
 from moetier.contract import LayerGeometry
 from moetier.contract.geometry import BLOCK
 from moetier.errors import SettingsError
 from moetier.plan.geometry import Geometry
 from moetier.plan.hardware import Hardware
 from moetier.plan.misses import STAGED
+from moetier.settings import Settings
 
-DEVICE_SHARE = 0.95
-"""Of a device's memory that the engine may take; the driver and fragments have the rest."""
-DEVICE_CONTEXT = 3 * GIB
-"""Assumed: driver's context, libraries, captured graphs, on each device."""
-DEVICE_RANKS = 3 * GIB // 2
-"""Of a device with several ranks besides: buffers of collectives. Published: about 110 slots on four 32 GB cards."""
-WORKSPACE_ROWS = 32
-"""Assumed: bytes of the engine's activations for each element of a chunk's hidden rows, beside the experts' rows."""
-HOST_SHARED = 5 * GIB
-"""Frontend, engine, staging for reads from disk. With HOST_RANK and TABLE_ROWS from the published rows of four cards:
-27 GiB beside records and tables, 35 to 39 GiB with tables on disk; how much of it is a rank's is assumed."""
-HOST_RANK = 11 * GIB // 2
-"""A rank's worker: libraries, the driver's host side, pinned buffers."""
-TABLE_ROWS = 9 * GIB
-"""Rows of tables that stay in DRAM when the tables are on disk: published, the difference of the first two rows."""
-SMALL_HOST = 64 * GIB
-"""Hosts below this keep an eighth of their memory for rows of tables."""
+STAGED_IN_DRAM: int = Settings.model_fields["staging_records"].default
+"""Records of DRAM for experts that are read and not kept."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,10 @@ def place(geometry: Geometry, hardware: Hardware, wanted: Wanted) -> Placement:
     slot = geometry.moe_layers * geometry.record_bytes // ranks
     slots = 0
     if hardware.gpus:
-        free = limit - sum(device.values())
-        fit = min(geometry.experts, max(0, free) // slot)
-        slots = fit if wanted.slots is None else wanted.slots
-        if free < 0 or slots > fit:
-            problems.append(_too_much_device(device, slots * slot, limit, free))
+        room = Budget(limit, _items(device), geometry.moe_layers, geometry.experts, geometry.record_bytes // ranks)
+        slots = room.fit if wanted.slots is None else wanted.slots
+        if room.free < 0 or slots > room.fit:
+            problems.append(_too_much_device(device, slots * slot, limit))
         device["expert slots"] = slots * slot
     residents = min(wanted.residents, slots)
     host, tables, records = _host(geometry, hardware, wanted, ranks, kv_format, residents, problems)
@@ -171,45 +170,46 @@ def _device(g: Geometry, hardware: Hardware, wanted: Wanted, ranks: int, kv_form
     return parts
 
 
+def _items(parts: dict[str, int]) -> tuple[Item, ...]:
+    return tuple(Item(name, size) for name, size in parts.items())
+
+
 def _host(
     g: Geometry, hardware: Hardware, wanted: Wanted, ranks: int, kv_format: str, residents: int, problems: list[str]
 ) -> tuple[dict[str, int], str, int]:
     """Bytes of the host by part, where the tables are, and records of a layer in DRAM."""
     limit = hardware.ram_bytes
     if hardware.gpus:
-        parts = {"processes": HOST_SHARED, f"{ranks} rank{'s' if ranks > 1 else ''}": ranks * HOST_RANK}
+        shared, own = device_host_items(ranks)
+        parts = {shared.name: ranks * shared.size, f"{ranks} rank{'s' if ranks > 1 else ''}": ranks * own.size}
     else:
         kv_size = kv_bytes(g, kv_format, 1, wanted.context, wanted.streams)
-        parts = {"processes": ENGINE_BYTES, "dense weights": g.parts.resident, "KV cache": kv_size}
+        parts = {item.name: item.size for item in cpu_items(g.parts.resident, kv_size)}
+        parts["staging"] = STAGED_IN_DRAM * g.record_bytes
         if wanted.draft:
             parts["drafter"] = g.parts.drafter + g.parts.drafter_experts
-    layer = g.moe_layers * g.record_bytes
     rows = min(TABLE_ROWS, g.parts.tables, limit // 8 if limit < SMALL_HOST else TABLE_ROWS)
-    most = g.experts - residents
-    reserve = reserve_of(limit)
     wanted_records = wanted.dram_records
     tables = "disk" if wanted.tables == "auto" else wanted.tables
     if g.parts.tables:
         parts["tables" if tables == "dram" else "rows of tables"] = g.parts.tables if tables == "dram" else rows
-    free = limit - sum(parts.values())
-    fit = max(0, min(most, (free - reserve) // layer))
-    records = fit if wanted_records is None else wanted_records
-    if free < 0 or records * layer > free:
-        most_records = max(0, min(most, free // layer))
+    room = host(limit, _items(parts), g.moe_layers, g.experts - residents, g.record_bytes)
+    records = room.fit if wanted_records is None else wanted_records
+    if room.need(records) > limit:
         problems.append(
-            f"the host needs {(sum(parts.values()) + records * layer) / GIB:.0f} GiB with {records} records of each "
+            f"the host needs {room.need(records) / GIB:.0f} GiB with {records} records of each "
             f"layer in DRAM and has {limit / GIB:.0f} GiB"
             + (
-                f"; what fits is --dram-records {most_records}"
-                if free >= 0
+                f"; what fits is --dram-records {room.most}"
+                if room.free >= 0
                 else "; it would not fit without any of them"
             )
         )
-    parts["expert records"] = records * layer
+    parts["expert records"] = room.need(records) - room.other
     return parts, tables, records
 
 
-def _too_much_device(parts: dict[str, int], slots: int, limit: int, free: int) -> str:
+def _too_much_device(parts: dict[str, int], slots: int, limit: int) -> str:
     need = sum(parts.values()) + slots
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
     tail = f", expert slots {slots / GIB:.1f}" if slots else ""

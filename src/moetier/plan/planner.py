@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moetier.budget import GIB
 from moetier.decision.support import check, devices_of
 from moetier.machine.facts import Machine, Support
 from moetier.plan import workload as workloads
 from moetier.plan.calibration import Calibration
 from moetier.plan.costs import Costs, Engine, costs_of, engine_named
 from moetier.plan.geometry import Geometry
-from moetier.plan.hardware import GIB, Hardware, hardware_of
+from moetier.plan.hardware import Hardware, hardware_of
 from moetier.plan.placement import Placement, Wanted, kv_bytes, nearest, place
 from moetier.plan.predict import Case, Draft, band, decode_rate
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from moetier.budget import GIB
 from moetier.plan.costs import Engine
-from moetier.plan.hardware import GIB, NO_GPU
+from moetier.plan.hardware import NO_GPU
 from moetier.plan.planner import Plan
 from moetier.plan.predict import chunk_parts, decode_parts, draft_parts
 from moetier.plan.workload import PUBLISHED_FOR

@@ -8,17 +8,13 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from moetier.budget import device_rows
+from moetier.budget import DEVICE_HEADROOM, GIB, Budget, Item, choose_slots, device_rows
 from moetier.contract import RecordLayout
 from moetier.engine import TieredModel
 from moetier.engine.hybrid import HybridModel, SlotPlan
 from moetier.errors import MoetierError, SettingsError
 
 logger = init_logger(f"vllm.{__name__}")
-
-GIB = 2**30
-HEADROOM = 3 * GIB
-"""Device memory that `slots: auto` leaves to activations, captured graphs and the libraries."""
 
 
 def open_hybrid(
@@ -50,26 +46,16 @@ def _slots(tiers: TieredModel, layers: int, vllm_config: Any, max_tokens: int) -
     settings, g = tiers.settings, tiers.part.narrow
     stride = RecordLayout.of(g).stride
     free, _ = torch.cuda.mem_get_info()
-    rows = device_rows(g, max_tokens)
-    cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
-    room = free - HEADROOM - rows - cache - settings.staging_slots * stride
-    fit = max(min(room // (layers * stride), g.experts), 0)
+    cache = vllm_config.cache_config.kv_cache_memory_bytes
     wanted = settings.slots_of(g.experts)
     if wanted is None and not cache:
         raise SettingsError(
             "slots auto: the KV cache's size is not known yet; give it with --kv-cache-gib (or vLLM's "
             "--kv-cache-memory-bytes), or give slots as a number"
         )
-    asked = fit if wanted is None else wanted
-    if 1 <= asked <= fit + HEADROOM // (layers * stride):
-        return asked
-    if fit < 1:
-        raise SettingsError(
-            f"slots {settings.slots}: no slot fits: {free / GIB:.2f} GiB are free on the device, "
-            f"{(free - room) / GIB:.2f} GiB of them go to the KV cache, activations and staging; lower --kv-cache-gib "
-            "or --max-num-batched-tokens"
-        )
-    raise SettingsError(
-        f"slots {asked}: they take {asked * layers * stride / GIB:.2f} GiB for {layers} layers, "
-        f"{room / GIB:.2f} GiB are left on the device; what fits is --slots {fit} (or auto)"
+    items = (
+        Item("workspace", device_rows(g, max_tokens)),
+        Item("KV cache", cache or 0),
+        Item("staging", settings.staging_slots * stride),
     )
+    return choose_slots(wanted, Budget(free, items, layers, g.experts, stride, DEVICE_HEADROOM))
