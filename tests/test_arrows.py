@@ -31,6 +31,7 @@ ROOMS = (
     ("launch",),
     ("vllm", "transformers"),
     ("cli",),
+    ("moetier_reference",),
     ("moetier_stack",),
     ("moetier_bench",),
 )

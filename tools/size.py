@@ -15,7 +15,7 @@ ROOMS: dict[str, int] = {
     "src/moetier/contract/": 680,
     "src/moetier/machine/": 1220,
     "src/moetier/kernels/cpu/": 740,
-    "src/moetier/kernels/cuda/": 4240,
+    "src/moetier/kernels/cuda/": 3690,
     "src/moetier/checkpoint/": 2130,  # hf_quant_config.json, keys that contradict each other
     "src/moetier/decision/": 1360,  # keys judged by their words
     "src/moetier/store/": 3120,  # work on threads that hears Ctrl-C
@@ -37,6 +37,7 @@ ROOMS: dict[str, int] = {
     "src/moetier/": 510,  # interrupts
     "src/moetier_bench/": 6940,
     "src/moetier_stack/": 3560,
+    "src/moetier_reference/": 570,
     "native/core/": 1880,
     "native/cpu/": 1760,
     "native/python/": 460,

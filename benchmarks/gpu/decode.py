@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from common import SHAPES, Shape, captured, copy_rate, median_ms, random_routes, random_slots
 
-from moetier.kernels.cuda import Backend, DeviceExperts
+from moetier_reference.experts import Backend, DeviceExperts
 from moetier.kernels.cuda.base import Call
 
 LAYERS = 40

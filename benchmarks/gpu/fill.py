@@ -14,7 +14,7 @@ import torch
 from common import SHAPES, Shape, captured, host_to_device_rate, median_ms, random_routes, random_slots, record_of
 
 import moetier
-from moetier.kernels.cuda import DeviceExperts
+from moetier_reference.experts import DeviceExperts
 
 _spec = importlib.util.spec_from_file_location("device_slots", Path(moetier.__file__).parent / "tiers" / "slots.py")
 assert _spec is not None

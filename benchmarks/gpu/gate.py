@@ -28,7 +28,7 @@ from moetier.contract.oracle import segments
 from moetier.kernels.cuda import decode as cuda_decode
 from moetier.kernels.cuda import nvrtc
 from moetier.kernels.cuda import path as cuda_path
-from moetier.kernels.cuda import triton_kernels as kernels
+from moetier_reference import triton_kernels as kernels
 from moetier.kernels.cuda.base import Sizes
 
 SIZES = Sizes(LayerGeometry(4096, 2048, 256, 6), Family(swiglu_limit=10.0, route_weight_before_down=True))

@@ -13,7 +13,7 @@ import torch
 from common import SHAPES, Shape, random_routes, random_slots, record_of
 
 from moetier.contract import RecordLayout, oracle
-from moetier.kernels.cuda import DeviceExperts
+from moetier_reference.experts import DeviceExperts
 from moetier.kernels.cuda.base import Call
 from moetier.kernels.cuda.decode import NOT_HYBRID
 from moetier.kernels.cuda.path import CudaPath

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from common import SHAPES, Shape, captured, host_to_device_rate, median_ms, random_routes, random_slots
 
-from moetier.kernels.cuda import Backend, DeviceExperts
+from moetier_reference.experts import Backend, DeviceExperts
 
 
 def grouped_bf16(shape: Shape, ids: torch.Tensor, x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor]) -> float:

@@ -22,7 +22,7 @@ from moetier.budget import records_that_fit
 from moetier.engine.hybrid import HybridLayer, HybridModel, Launch, SlotPlan
 from moetier.engine.model import TieredModel
 from moetier.identity.device import check_paths
-from moetier.kernels.cuda import DeviceExperts
+from moetier_reference.experts import DeviceExperts
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from engine import engine, prompts_of, tiered
 from speed import ROUNDS, decode_runs, decode_steps
 
 from moetier.contract import RecordLayout, oracle
-from moetier.kernels.cuda import DeviceExperts
+from moetier_reference.experts import DeviceExperts
 from moetier.launch.counting import read_snapshots
 from moetier.machine.limits import allowed_cpus, compute_cpus
 from moetier.store.build import build_store

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moetier.contract import ExpertMatrices, Family, LayerGeometry, Matrix, RecordLayout, oracle
-from moetier.kernels.cuda import DeviceExperts
+from moetier_reference.experts import DeviceExperts
 
 V4 = Family(swiglu_limit=10.0, route_weight_before_down=True)
 TIGHT = Family(swiglu_limit=0.5)

@@ -1,10 +1,5 @@
 """The device tier's kernels: the contract's bits from a GPU.
 
-Two paths behind one interface: Triton, which is portable and which CI interprets on machines without a GPU, and CUDA
-C++ compiled by NVRTC for the geometry at hand, which is the fast one on NVIDIA GPUs. docs/device-kernels.md says how
-they work and what was measured.
+CUDA C++, compiled by NVRTC for the geometry at hand. docs/device-kernels.md says how they work and what was measured.
+`moetier_reference` has the same layer in Triton, by which CI holds them to the oracle without a GPU.
 """
-
-from moetier.kernels.cuda.experts import Backend, DeviceExperts, default_backend
-
-__all__ = ["Backend", "DeviceExperts", "default_backend"]

@@ -30,7 +30,7 @@ def _ok(result: tuple[Any, ...], what: str, log: str = "") -> Any:
     status, *values = result
     if int(status) != 0:
         raise KernelBuildError(
-            f"{what}: expected success, found {status.name}. The device path 'triton' works without it.\n{log}".strip()
+            f"{what}: expected success, found {status.name}\n{log}".strip()
         )
     return values[0] if len(values) == 1 else values
 

@@ -1,4 +1,4 @@
-"""The device side of a routed-expert layer: records in slots, tokens in, the contract's bits out."""
+"""A routed-expert layer on a device: records in slots, tokens in, the contract's bits out, by CUDA or by Triton."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DeviceExperts:
             from moetier.kernels.cuda.path import CudaPath
 
             return CudaPath(self.sizes, self.max_tokens, self.device)
-        from moetier.kernels.cuda.triton_path import TritonPath
+        from moetier_reference.triton_path import TritonPath
 
         return TritonPath(self.sizes, self.max_tokens, self.device)
 

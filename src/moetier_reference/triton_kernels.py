@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moetier.kernels.cuda.triton_math import bf16_bits, flush, quantize_blocks, scaled, swiglu, unpack
+from moetier_reference.triton_math import bf16_bits, flush, quantize_blocks, scaled, swiglu, unpack
 
 
 @triton.jit

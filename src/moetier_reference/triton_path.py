@@ -8,7 +8,7 @@ import torch
 
 from moetier.contract import BLOCK
 from moetier.contract.oracle import segments
-from moetier.kernels.cuda import triton_kernels as kernels
+from moetier_reference import triton_kernels as kernels
 from moetier.kernels.cuda.base import Call, Sizes
 
 DECODE_TILE, PREFILL_TILE = 16, 64
