@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from common import SHAPES, Shape, captured, copy_rate, median_ms, random_routes, random_slots
 
-from moetier_reference.experts import Backend, DeviceExperts
 from moetier.kernels.cuda.base import Call
+from moetier_reference.experts import Backend, DeviceExperts
 
 LAYERS = 40
 """Layer calls in a graph, each with routes of its own, so that weights come from memory and not from L2."""

@@ -28,8 +28,8 @@ from moetier.contract.oracle import segments
 from moetier.kernels.cuda import decode as cuda_decode
 from moetier.kernels.cuda import nvrtc
 from moetier.kernels.cuda import path as cuda_path
-from moetier_reference import triton_kernels as kernels
 from moetier.kernels.cuda.base import Sizes
+from moetier_reference import triton_kernels as kernels
 
 SIZES = Sizes(LayerGeometry(4096, 2048, 256, 6), Family(swiglu_limit=10.0, route_weight_before_down=True))
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")

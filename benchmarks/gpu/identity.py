@@ -13,10 +13,10 @@ import torch
 from common import SHAPES, Shape, random_routes, random_slots, record_of
 
 from moetier.contract import RecordLayout, oracle
-from moetier_reference.experts import DeviceExperts
 from moetier.kernels.cuda.base import Call
 from moetier.kernels.cuda.decode import NOT_HYBRID
 from moetier.kernels.cuda.path import CudaPath
+from moetier_reference.experts import DeviceExperts
 
 EXPERTS = 24
 """Experts of the layers tested here, whatever the model has: the sizes of the matrices are what matters."""

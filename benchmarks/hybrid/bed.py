@@ -17,13 +17,13 @@ from moetier.engine.hybrid.model import mail_arrays
 from moetier.engine.hybrid.rates import DeviceCalls, measure_costs
 from moetier.kernels.cpu import CpuExperts, ThreadPool, read_bandwidth
 from moetier.kernels.cpu.mailbox import Mailbox
-from moetier_reference.experts import DeviceExperts
 from moetier.kernels.cuda.base import Sizes
 from moetier.kernels.cuda.hybrid import Costs, HybridPath, LayerTables, pinned
 from moetier.kernels.protocol import COUNTS, word
 from moetier.tiers.arena import Arena
 from moetier.tiers.registered import Registered
 from moetier.tiers.slots import DeviceSlots
+from moetier_reference.experts import DeviceExperts
 
 PATTERNS = 16
 """Different records; layers repeat them in an order of their own."""

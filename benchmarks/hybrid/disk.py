@@ -22,13 +22,13 @@ from moetier.budget import records_that_fit
 from moetier.engine.hybrid import HybridLayer, HybridModel, Launch, SlotPlan
 from moetier.engine.model import TieredModel
 from moetier.identity.device import check_paths
-from moetier_reference.experts import DeviceExperts
 from moetier.settings import Settings
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint
 from moetier.store.store import Store
 from moetier.tiers.disk import DiskReader
 from moetier.tiers.step import Step
+from moetier_reference.experts import DeviceExperts
 
 CELLS: tuple[tuple[float, str], ...] = ((0.04, "0"), (0.12, "25%"), (0.29, "50%"), (0.43, "25%"), (0.12, "100%"))
 """Share of the experts in slots, and of all in DRAM."""

@@ -14,7 +14,6 @@ from engine import engine, prompts_of, tiered
 from speed import ROUNDS, decode_runs, decode_steps
 
 from moetier.contract import RecordLayout, oracle
-from moetier_reference.experts import DeviceExperts
 from moetier.launch.counting import read_snapshots
 from moetier.machine.limits import allowed_cpus, compute_cpus
 from moetier.store.build import build_store
@@ -22,6 +21,7 @@ from moetier.store.store import Store
 from moetier.tiers.arena import Arena
 from moetier.tiers.disk import DiskReader
 from moetier.tiers.part import Part
+from moetier_reference.experts import DeviceExperts
 
 if TYPE_CHECKING:
     from under_vllm import Bed

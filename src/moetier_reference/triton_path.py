@@ -8,8 +8,8 @@ import torch
 
 from moetier.contract import BLOCK
 from moetier.contract.oracle import segments
-from moetier_reference import triton_kernels as kernels
 from moetier.kernels.cuda.base import Call, Sizes
+from moetier_reference import triton_kernels as kernels
 
 DECODE_TILE, PREFILL_TILE = 16, 64
 TILE_ROWS = 32

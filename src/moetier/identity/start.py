@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from shlex import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,10 +79,11 @@ def _compare(
     values = int((one[1] != two[1]).sum())
     if values:
         number = model.store.manifest.layers[call.layer].number
+        path = quote(str(model.store.path))
         raise IdentityError(
             f"identity check: the paths {one[0]!r} and {two[0]!r} differ in {values} of {one[1].size} values of a call "
             f"of layer {number} with {call.x.shape[0]} tokens, experts {np.unique(call.ids).tolist()}: expected equal "
-            f"bits. Nothing is served. Run `moetier identity --store {model.store.path}` here and on another machine: "
+            f"bits. Nothing is served. Run `moetier identity --store {path}` here and on another machine: "
             "either this one's CPU or memory is at fault, or moetier"
         )
 

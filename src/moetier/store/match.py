@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def open_store(path: str | Path, checkpoint: Checkpoint) -> Store:
         store.close()
         raise StoreError(
             f"{path} was built from another checkpoint: expected identity {values[0]}, found {values[1]}; build one "
-            f"for this checkpoint with `moetier store build {checkpoint.path} OUT` into another folder"
+            f"for this checkpoint with `moetier store build {quote(str(checkpoint.path))} OUT` into another folder"
         )
     if not checkpoint.identities.certain_of(known):
         old = path if known.sampled is None else checkpoint.path
@@ -148,5 +149,6 @@ class _Comparer:
     def _remedy(self) -> str:
         return (
             "the checkpoint was changed after the store was built, or never was the store's: build its store with "
-            f"`moetier store build {self.checkpoint.path} OUT --check 4` into another folder, or restore the checkpoint"
+            f"`moetier store build {quote(str(self.checkpoint.path))} OUT --check 4` into another folder, or restore "
+            "the checkpoint"
         )

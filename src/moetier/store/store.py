@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 
 import numpy as np
@@ -122,7 +123,7 @@ class Store:
             raise RecordReadError(
                 f"record of layer {self.manifest.layers[layer].number}, expert {expert} in {self.record_file(layer)}: "
                 f"{found}; the disk returned other bytes than were written: check the disk, then remove that file and "
-                f"run `moetier store build CHECKPOINT {self.path}`, which builds this layer anew"
+                f"run `moetier store build CHECKPOINT {quote(str(self.path))}`, which builds this layer anew"
             )
 
     def close(self) -> None:
@@ -217,6 +218,6 @@ class Store:
             if size != expected:
                 raise StoreError(
                     f"{path}: expected {expected} bytes ({manifest.geometry.experts} records), found "
-                    f"{'no file' if size is None else size}; run `moetier store build CHECKPOINT {self.path}`, which "
-                    "builds this layer anew"
+                    f"{'no file' if size is None else size}; run `moetier store build CHECKPOINT "
+                    f"{quote(str(self.path))}`, which builds this layer anew"
                 )

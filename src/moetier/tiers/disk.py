@@ -8,6 +8,7 @@ import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from shlex import quote
 from threading import Barrier, Lock
 
 import numpy as np
@@ -140,10 +141,11 @@ class DiskReader:
                 return
         problem = f"{problem} ({ATTEMPTS} attempts)"
         if self._healer is None:
+            path = quote(str(self._store.path))
             raise RecordReadError(
-                f"{problem}. Nothing was computed from it. Check the disk (`moetier store verify {self._store.path}` "
+                f"{problem}. Nothing was computed from it. Check the disk (`moetier store verify {path}` "
                 "finds every bad record), remove the file that was named, and run `moetier store build CHECKPOINT "
-                f"{self._store.path}`, which builds this layer anew"
+                f"{path}`, which builds this layer anew"
             )
         if self.part.ranks == 1:
             self._heal(self._healer, layer, expert, problem, readable, out)

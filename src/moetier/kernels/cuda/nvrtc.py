@@ -29,9 +29,7 @@ def _ok(result: tuple[Any, ...], what: str, log: str = "") -> Any:
     """The value of a call of cuda.bindings, or an error that says what was tried."""
     status, *values = result
     if int(status) != 0:
-        raise KernelBuildError(
-            f"{what}: expected success, found {status.name}\n{log}".strip()
-        )
+        raise KernelBuildError(f"{what}: expected success, found {status.name}\n{log}".strip())
     return values[0] if len(values) == 1 else values
 
 
