@@ -23,7 +23,7 @@ import numpy as np
 
 from moetier.contract import oracle
 from moetier.engine.model import TieredModel
-from moetier.identity.long import random_routing
+from moetier.identity.calls import random_routing
 from moetier.sentinel.watch import Sentinel
 from moetier.settings import Settings
 from moetier.store.store import Store

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from moetier.contract import Family, LayerGeometry, oracle
-from moetier.identity.oracle import IdentityError, check_against_oracle, small
+from moetier.identity.calls import IdentityError
+from moetier.identity.oracle import check_against_oracle, small
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 
 KINDS = {

@@ -12,7 +12,8 @@ from moetier.engine import TieredModel
 from moetier.engine.fetch import Fetcher
 from moetier.engine.model import IntegrityError
 from moetier.engine.recording import Call
-from moetier.identity.start import IdentityError, self_check
+from moetier.identity.calls import IdentityError
+from moetier.identity.start import self_check
 from moetier.kernels.cpu import CpuExperts, available_isas
 from moetier.settings import Settings
 from moetier.store.build import build_store

@@ -18,7 +18,7 @@ from moetier.contract import oracle
 from moetier.engine.counters import Counters
 from moetier.engine.host import TieredLayer
 from moetier.errors import RecordReadError
-from moetier.identity.long import random_routing
+from moetier.identity.calls import random_routing
 from moetier.kernels.cpu import CpuExperts, ThreadPool
 from moetier.store.build import build_store
 from moetier.store.checkpoint import Checkpoint

@@ -184,7 +184,7 @@ def test_a_recording_is_a_new_folder(trouble: Trouble, tmp_path: Path) -> None:
     trouble.gone()
 
 
-@remedy("identity/start.py", "Run `moetier identity --store")
+@remedy("identity/start.py", "run `moetier identity --store")
 def test_a_path_that_differs(trouble: Trouble, store_path: Path) -> None:
     def device(call: Call) -> np.ndarray:
         return np.zeros(call.x.shape, np.uint16)
@@ -219,7 +219,7 @@ class _Device:
         return x + 1 if self.fault and self._calls % 2 == 0 else x
 
 
-@remedy("identity/device.py", "Check the memory of the machine and of the GPU")
+@remedy("identity/device.py", "check the memory of the machine and of the GPU")
 def test_a_device_that_differs(trouble: Trouble) -> None:
     torch = pytest.importorskip("torch", reason="the device tier wants torch")
     from moetier.identity.device import check_paths

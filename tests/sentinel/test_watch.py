@@ -16,7 +16,7 @@ import pytest
 from moetier.contract import oracle
 from moetier.engine.model import IntegrityError, TieredModel
 from moetier.engine.recording import Call
-from moetier.identity.long import random_routing
+from moetier.identity.calls import random_routing
 from moetier.kernels.cpu import CpuExperts, available_isas
 from moetier.sentinel.watch import Sentinel
 from moetier.settings import Settings

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moetier.engine.hybrid.layer import HybridLayer
-from moetier.identity.start import TOKENS, Checked, IdentityError
+from moetier.identity.calls import random_call, require_equal
+from moetier.identity.start import TOKENS, Checked
 from moetier.kernels.cuda.hybrid import ALL_CPU, ALL_STREAM, HybridPath
 from moetier.tiers.slots import ABSENT
+
+ADVICE = (
+    "check the memory of the machine and of the GPU (nvidia-smi -q -d ECC), or report it with `moetier doctor --json`"
+)
 
 
 def check_paths(layers: Sequence[HybridLayer], path: HybridPath, streams: bool, calls: int) -> Checked:
@@ -20,7 +27,7 @@ def check_paths(layers: Sequence[HybridLayer], path: HybridPath, streams: bool, 
     records. Half of a call's experts have slots, as far as there are such. Experts without a record in DRAM are read
     from disk for the CPU. streams: whether the host can have a call streamed.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     path.live.fill_(path.tokens)
     compared, names = 0, dict.fromkeys(["device slots"])
     for number in range(calls):
@@ -38,36 +45,30 @@ def check_paths(layers: Sequence[HybridLayer], path: HybridPath, streams: bool, 
         if streams:
             bits["streamed by the host"] = layer.stream(x, ids, weights, torch.empty_like(x))
             layer.forget_ahead()
-        first = bits.pop("device slots")
+        first = _bits(bits.pop("device slots"))
         for name, found in bits.items():
-            differ = int((found.view(torch.int16) != first.view(torch.int16)).sum())
+            where = f"a call of layer {layer.index} with {tokens} tokens"
+            require_equal(("device slots", first), (name, _bits(found)), where, ADVICE)
             compared += 1
             names[name] = None
-            if differ:
-                raise IdentityError(
-                    f"identity check: the paths 'device slots' and {name!r} differ in {differ} of {x.numel()} values "
-                    f"of a call of layer {layer.index} with {tokens} tokens: expected equal bits. Nothing is served. "
-                    "Check the memory of the machine and of the GPU (nvidia-smi -q -d ECC), or report it with "
-                    "`moetier doctor --json`"
-                )
     return Checked(calls, compared, tuple(names))
 
 
 def _random_call(
-    layer: HybridLayer, path: HybridPath, tokens: int, generator: torch.Generator
+    layer: HybridLayer, path: HybridPath, tokens: int, generator: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of few experts, so that it takes little time; with outlier channels and rows of other sizes."""
+    """Of few experts, so that it takes little time."""
     g, device = path.sizes.geometry, path.device
     few = min(g.experts, g.top_k + 2)
-    shuffled = torch.randperm(g.experts, generator=generator)
-    has_slot = torch.from_numpy(layer.slots.mirror != ABSENT)[shuffled]
+    shuffled = generator.permutation(g.experts).astype(np.int32)
+    has_slot = layer.slots.mirror[shuffled] != ABSENT
     here, elsewhere = shuffled[has_slot], shuffled[~has_slot]
-    half = max(few - elsewhere.numel(), min(few // 2, here.numel()))
-    chosen = torch.cat([here[:half], elsewhere[: few - half]])
-    x = torch.randn(tokens, g.hidden, generator=generator)
-    x *= torch.exp2(torch.rand(tokens, 1, generator=generator) * 12 - 6)
-    x[:, :2] *= 100
-    order = torch.rand(tokens, few, generator=generator).argsort(1)[:, : g.top_k]
-    weights = torch.rand(tokens, g.top_k, generator=generator) + 1e-3
-    ids = chosen[order].to(torch.int32).contiguous()
-    return x.bfloat16().to(device), ids.to(device), weights.contiguous().to(device)
+    half = max(few - elsewhere.size, min(few // 2, here.size))
+    chosen = generator.permutation(np.concatenate([here[:half], elsewhere[: few - half]]))
+    call = random_call(g, layer.index, tokens, generator, chosen)
+    x = torch.from_numpy(call.x.view(np.int16)).view(torch.bfloat16)
+    return x.to(device), torch.from_numpy(call.ids).to(device), torch.from_numpy(call.weights).to(device)
+
+
+def _bits(x: torch.Tensor) -> NDArray[np.uint16]:
+    return x.view(torch.int16).cpu().numpy().view(np.uint16)

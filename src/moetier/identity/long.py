@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.contract import LayerGeometry, oracle
+from moetier.contract import oracle
 from moetier.engine.counters import Counters
 from moetier.engine.host import TieredLayer
 from moetier.engine.recording import Call
 from moetier.errors import SettingsError
+from moetier.identity.calls import random_call, run
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 from moetier.store.store import Store
 from moetier.tiers.disk import DiskReader
@@ -139,7 +140,7 @@ def check_recorded(
             if call.layer not in by_layer:
                 by_layer[call.layer] = next(iter(paths.of_layer(call.layer).values()))
             _count(report, call, store, 1)
-            report.compare("all-DRAM", "as served", call.layer, _run(by_layer[call.layer], call), call.out)
+            report.compare("all-DRAM", "as served", call.layer, run(by_layer[call.layer], call), call.out)
             if progress is not None:
                 progress(report.calls)
     finally:
@@ -161,35 +162,17 @@ def _check_fits(call: Call, store: Store) -> None:
 
 
 def random_calls(store: Store, layer: int, generator: np.random.Generator) -> Iterator[Call]:
-    """Calls as a model would make them, with a share of rows that no model should: zeros, huge, tiny, NaN."""
-    geometry = store.manifest.layer_geometry
+    """Calls of 1 to 64 tokens, with a few rows that no model should make."""
     while True:
         tokens = int(generator.integers(1, MAX_TOKENS + 1))
-        x = generator.standard_normal((tokens, geometry.hidden)) * np.exp2(generator.uniform(-6, 6, (tokens, 1)))
-        x[:, generator.integers(geometry.hidden, size=2)] *= 100  # outlier channels
-        x = x.astype(np.float32)
-        for row in np.flatnonzero(generator.random(tokens) < 0.02):
-            x[row] = generator.choice(np.array([0, 3e38, 1e-38, np.nan, np.inf], np.float32))
-        ids, weights = random_routing(geometry, tokens, generator)
-        yield Call(layer, oracle.to_bf16(x), ids, weights, np.empty(0, np.uint16))
-
-
-def random_routing(
-    geometry: LayerGeometry, tokens: int, generator: np.random.Generator
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Skewed routing: distinct experts a token, ids int32 and weights float32 [T, top_k] that sum to 1."""
-    popularity = -np.log(np.arange(1, geometry.experts + 1))
-    gumbel = generator.gumbel(size=(tokens, geometry.experts)) + popularity
-    ids = np.argsort(-gumbel, axis=1)[:, : geometry.top_k].astype(np.int32)
-    weights = generator.random((tokens, geometry.top_k)).astype(np.float32) + np.float32(1e-3)
-    return ids, weights / weights.sum(1, keepdims=True)
+        yield random_call(store.manifest.layer_geometry, layer, tokens, generator, hostile=0.02)
 
 
 def _compare(report: IdentityReport, named: dict[str, TieredLayer], call: Call, store: Store) -> NDArray[np.uint16]:
     """One call through all paths; the first is the reference, its bits are returned."""
     report.paths = list(named)
     _count(report, call, store, len(named))
-    results = {name: _run(path, call) for name, path in named.items()}
+    results = {name: run(path, call) for name, path in named.items()}
     reference, bits = next(iter(results.items()))
     for name, out in results.items():
         report.compare(name, reference, call.layer, out, bits)
@@ -215,12 +198,6 @@ def _compare_oracle(report: IdentityReport, reference: str, call: Call, bits: ND
     )
     report.oracle_calls += 1
     report.compare("oracle", reference, call.layer, out, bits[tokens])
-
-
-def _run(path: TieredLayer, call: Call) -> NDArray[np.uint16]:
-    out = np.full(call.x.shape, 0xFFFF, np.uint16)
-    path.forward(call.x, call.ids, call.weights, out)
-    return out
 
 
 def _count(report: IdentityReport, call: Call, store: Store, paths: int) -> None:

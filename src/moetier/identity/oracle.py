@@ -14,20 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moetier.contract import BLOCK, ExpertMatrices, Family, LayerGeometry, Matrix, RecordLayout, oracle
-from moetier.errors import MoetierError
+from moetier.identity.calls import HOSTILE, IdentityError, random_routing, random_rows
 from moetier.kernels.cpu import CpuExperts, ThreadPool
 from moetier.tiers.arena import Arena
 
 EXPERTS, TOP_K, TOKENS = 3, 2, 9
 MOST_BLOCKS = 3
 """Of a segment: from three on the order of additions inside one shows."""
-HOSTILE = np.array([0, 3e38, -1e-38, 2.0**-101, np.nan, np.inf], np.float32)
-
-
-class IdentityError(MoetierError):
-    """Two paths of this process differ in a bit."""
-
-    exit_code = 1
 
 
 def small(geometry: LayerGeometry) -> LayerGeometry:
@@ -84,9 +77,7 @@ def _random_expert(g: LayerGeometry, generator: np.random.Generator) -> ExpertMa
 def _call(
     g: LayerGeometry, generator: np.random.Generator
 ) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.float32]]:
-    x = generator.standard_normal((TOKENS, g.hidden)) * np.exp2(generator.uniform(-6, 6, (TOKENS, 1)))
-    x = x.astype(np.float32)
+    x = random_rows(TOKENS, g.hidden, generator)
     x[-HOSTILE.size :, generator.integers(g.hidden)] = HOSTILE
     x[-HOSTILE.size] = 0
-    ids = np.stack([generator.permutation(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
-    return oracle.to_bf16(x), ids, generator.random((TOKENS, TOP_K), np.float32) + np.float32(1e-3)
+    return oracle.to_bf16(x), *random_routing(g, TOKENS, generator)

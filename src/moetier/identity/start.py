@@ -16,12 +16,12 @@ from shlex import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from moetier.contract import oracle
 from moetier.engine.counters import Counters
 from moetier.engine.host import TieredLayer
 from moetier.engine.model import TieredModel
 from moetier.engine.recording import Call
-from moetier.identity.oracle import IdentityError, check_against_oracle
+from moetier.identity.calls import random_call, require_equal, run
+from moetier.identity.oracle import check_against_oracle
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 from moetier.tiers.disk import DiskReader
 from moetier.tiers.dram import DramTier
@@ -55,6 +55,11 @@ def self_check(model: TieredModel, calls: int, more: Mapping[str, Path] | None =
     generator = np.random.default_rng(seed)
     checker = _Checker(model)
     compared, names = 0, dict[str, None]()
+    path = quote(str(model.store.path))
+    advice = (
+        f"run `moetier identity --store {path}` here and on another machine: either this one's CPU or memory is at "
+        "fault, or moetier"
+    )
     try:
         for number, tokens in zip(range(calls), cycle(TOKENS), strict=False):
             layer = int(generator.integers(len(model.store.manifest.layers)))
@@ -62,8 +67,12 @@ def self_check(model: TieredModel, calls: int, more: Mapping[str, Path] | None =
             paths = {**checker.paths(number, call), **(more or {})}
             (reference, run), *others = paths.items()
             bits = run(call)
+            where = (
+                f"a call of layer {model.store.manifest.layers[layer].number} with {tokens} tokens, experts "
+                f"{np.unique(call.ids).tolist()}"
+            )
             for name, other in others:
-                _compare(model, call, (reference, bits), (name, other(call)))
+                require_equal((reference, bits), (name, other(call)), where, advice)
             compared += len(others)
             names.update(dict.fromkeys(paths))
     finally:
@@ -71,24 +80,6 @@ def self_check(model: TieredModel, calls: int, more: Mapping[str, Path] | None =
     family, isas = model.store.manifest.layer_family, dict.fromkeys((model.kernel.isa, *available_isas()))
     held = check_against_oracle(model.part.narrow, family, tuple(isas), model.pool) if calls else 0
     return Checked(calls, compared, tuple(names), held)
-
-
-def _compare(
-    model: TieredModel, call: Call, one: tuple[str, NDArray[np.uint16]], two: tuple[str, NDArray[np.uint16]]
-) -> None:
-    values = int((one[1] != two[1]).sum())
-    if values:
-        number = model.store.manifest.layers[call.layer].number
-        path = quote(str(model.store.path))
-        raise IdentityError(
-            f"identity check: the paths {one[0]!r} and {two[0]!r} differ in {values} of {one[1].size} values of a call "
-            f"of layer {number} with {call.x.shape[0]} tokens, experts {np.unique(call.ids).tolist()}: expected equal "
-            f"bits. Nothing is served. Run `moetier identity --store {path}` here and on another machine: "
-            "either this one's CPU or memory is at fault, or moetier"
-        )
-
-
-__all__ = ["Checked", "IdentityError", "self_check"]
 
 
 class _Checker:
@@ -110,15 +101,11 @@ class _Checker:
         ]
 
     def random_call(self, layer: int, tokens: int, generator: np.random.Generator) -> Call:
-        """Of few experts, so that it takes little room; with outlier channels and rows of other sizes."""
+        """Of few experts, so that it takes little room."""
         geometry = self._part.geometry
         few = min(geometry.experts, geometry.top_k + 2)
-        chosen = generator.choice(geometry.experts, few, replace=False)
-        x = generator.standard_normal((tokens, geometry.hidden)) * np.exp2(generator.uniform(-6, 6, (tokens, 1)))
-        x[:, generator.integers(geometry.hidden, size=2)] *= 100
-        ids = np.stack([generator.permutation(chosen)[: geometry.top_k] for _ in range(tokens)]).astype(np.int32)
-        weights = generator.random(ids.shape).astype(np.float32) + np.float32(1e-3)
-        return Call(layer, oracle.to_bf16(x.astype(np.float32)), ids, weights, np.empty(0, np.uint16))
+        chosen = generator.choice(geometry.experts, few, replace=False).astype(np.int32)
+        return random_call(geometry, layer, tokens, generator, chosen)
 
     def paths(self, number: int, call: Call) -> dict[str, Path]:
         """By name, for one call: the kernel that serves over every tier, and two others over DRAM."""
@@ -135,7 +122,7 @@ class _Checker:
         for index in range(2 * number, 2 * number + min(2, len(self._others))):
             other, other_kernel = self._others[index % len(self._others)]
             layers[f"DRAM/{other}"] = self._layer(other_kernel, call.layer, tier)
-        return {name: partial(_run, layer) for name, layer in layers.items()}
+        return {name: partial(run, layer) for name, layer in layers.items()}
 
     def _tier(self, slots: int) -> DramTier:
         experts = self._part.geometry.experts
@@ -147,9 +134,3 @@ class _Checker:
     def close(self) -> None:
         self._reader.close()
         self._single.close()
-
-
-def _run(layer: TieredLayer, call: Call) -> NDArray[np.uint16]:
-    out = np.full(call.x.shape, 0xFFFF, np.uint16)
-    layer.forward(call.x, call.ids, call.weights, out)
-    return out
