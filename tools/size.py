@@ -23,7 +23,7 @@ ROOMS: dict[str, int] = {
     "src/moetier/trace/": 440,
     "src/moetier/engine/": 2130,  # the sentinel's door
     "src/moetier/sentinel/": 410,
-    "src/moetier/identity/": 560,
+    "src/moetier/identity/": 590,  # calls.py, which every check draws from
     "src/moetier/plan/": 2980,
     "src/moetier/doctor/": 1340,
     "src/moetier/launch/": 2920,
@@ -42,7 +42,7 @@ ROOMS: dict[str, int] = {
     "native/cpu/": 1760,
     "native/python/": 460,
     "native/tests/": 500,
-    "benchmarks/": 6000,  # the sentinel: faults found, false alarms, cost
+    "benchmarks/": 6020,  # the sentinel: faults found, false alarms, cost
     "tools/": 480,
 }
 """Most lines of a file or a folder (which ends with a slash), by its path below the root. The longest path wins."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from moetier.contract import Family, LayerGeometry, RecordLayout
+from moetier.plan.catalog import layer_of
 
 PLAIN = Family()
 DEEPSEEK_V4 = Family(swiglu_limit=10.0, route_weight_before_down=True)
@@ -24,18 +25,19 @@ class Shape:
     family: Family = PLAIN
 
 
+V41 = layer_of("deepseek-v4.1-flash")
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("v4-flash", LayerGeometry(4096, 2048, 256, 6), DEEPSEEK_V4),
-        Shape("v4.1-flash", LayerGeometry(5120, 2304, 256, 6), DEEPSEEK_V4),
-        Shape("v4.1-flash-slice", LayerGeometry(5120, 576, 256, 6), DEEPSEEK_V4),
-        Shape("v4.1-flash-4", LayerGeometry(5120, 2304, 256, 6, 4), DEEPSEEK_V4),
-        Shape("glm-5.2", LayerGeometry(6144, 2048, 256, 8)),
-        Shape("glm-5.2-4", LayerGeometry(6144, 2048, 256, 8, 4)),
-        Shape("kimi", LayerGeometry(7168, 2048, 384, 8)),
-        Shape("qwen3", LayerGeometry(4096, 1536, 128, 8)),
-        Shape("qwen3-4", LayerGeometry(4096, 1536, 128, 8, 4)),
+        Shape("v4-flash", layer_of("deepseek-v4-flash"), DEEPSEEK_V4),
+        Shape("v4.1-flash", V41, DEEPSEEK_V4),
+        Shape("v4.1-flash-slice", replace(V41, intermediate=V41.intermediate // 4), DEEPSEEK_V4),
+        Shape("v4.1-flash-4", layer_of("deepseek-v4.1-flash", 4), DEEPSEEK_V4),
+        Shape("glm-5.2", layer_of("glm-5.2")),
+        Shape("glm-5.2-4", layer_of("glm-5.2", 4)),
+        Shape("kimi", layer_of("kimi-k2.7")),
+        Shape("qwen3", layer_of("qwen3-235b")),
+        Shape("qwen3-4", layer_of("qwen3-235b", 4)),
         Shape("base", LayerGeometry(512, 256, 64, 6)),
         Shape("base-4", LayerGeometry(512, 256, 64, 6, 4)),
         Shape("nano", LayerGeometry(256, 64, 32, 4)),

@@ -23,15 +23,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moetier.contract import BLOCK, Family, LayerGeometry
+from moetier.contract import BLOCK, Family
 from moetier.contract.oracle import segments
 from moetier.kernels.cuda import decode as cuda_decode
 from moetier.kernels.cuda import nvrtc
 from moetier.kernels.cuda import path as cuda_path
 from moetier.kernels.cuda.base import Sizes
+from moetier.plan.catalog import layer_of
 from moetier_reference import triton_kernels as kernels
 
-SIZES = Sizes(LayerGeometry(4096, 2048, 256, 6), Family(swiglu_limit=10.0, route_weight_before_down=True))
+SIZES = Sizes(layer_of("deepseek-v4-flash"), Family(swiglu_limit=10.0, route_weight_before_down=True))
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 SHARED_A_BLOCK = {"sm_80": 163, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}  # KiB
 SHARED_A_MULTIPROCESSOR = {"sm_80": 164, "sm_89": 100, "sm_90a": 228, "sm_100": 228, "sm_120": 100}

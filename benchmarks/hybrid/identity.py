@@ -13,12 +13,13 @@ from bed import TOKENS, Bed
 
 from moetier.contract import Family, LayerGeometry
 from moetier.kernels.cuda.hybrid import ALL_CPU, ALL_STREAM
+from moetier.plan.catalog import layer_of
 
 SHARES = (0.04, 0.12, 0.29, 0.43)
 EAGER = (1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 8, 8, 16, 1, 1, 2, 4, 4, 8, 21, TOKENS)
 GRAPHS = (1, 1, 4)
 """Tokens of a call, each as often as it stands here."""
-MODEL = ("v4-flash", LayerGeometry(4096, 2048, 256, 6), Family(swiglu_limit=10.0, route_weight_before_down=True))
+MODEL = ("v4-flash", layer_of("deepseek-v4-flash"), Family(swiglu_limit=10.0, route_weight_before_down=True))
 SMALL = ("narrow", LayerGeometry(512, 256, 64, 6, 4), Family())
 ODD = ("odd", LayerGeometry(288, 96, 37, 3), Family(swiglu_limit=7.0))
 

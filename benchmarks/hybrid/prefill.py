@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from bed import Bed
 
-from moetier.contract import Family, LayerGeometry
+from moetier.contract import Family
 from moetier.engine.context import Context
 from moetier.engine.counters import Counters
 from moetier.engine.fetch import Fetcher
@@ -27,13 +27,14 @@ from moetier.engine.hybrid.stream import Streamer
 from moetier.kernels.cuda.base import Call
 from moetier.kernels.cuda.hybrid import ALL_STREAM, HybridPath, LayerTables
 from moetier.kernels.cuda.path import CudaPath
+from moetier.plan.catalog import layer_of
 from moetier.tiers.disk import DiskReader
 from moetier.tiers.dram import DramTier
 from moetier.tiers.policy import Lru
 from moetier.tiers.slots import DeviceSlots
 from moetier.tiers.staging import Staging
 
-GEOMETRY, FAMILY = LayerGeometry(4096, 1536, 128, 8), Family()
+GEOMETRY, FAMILY = layer_of("qwen3-235b"), Family()
 HEADS, KV_HEADS, HEAD = 64, 4, 128
 TOKENS, SHARES = (8192, 4096), (0.43, 0.25)
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from bed import Bed, Hybrid, Rates
 
-from moetier.contract import Family, LayerGeometry
+from moetier.contract import Family
 from moetier.kernels.cuda.hybrid import ALL_CPU, Costs
+from moetier.plan.catalog import layer_of
 
-GEOMETRY = LayerGeometry(4096, 2048, 256, 6)
+GEOMETRY = layer_of("deepseek-v4-flash")
 FAMILY = Family(swiglu_limit=10.0, route_weight_before_down=True)
 SHARES = (0.04, 0.12, 0.29, 0.43, 1.0)
 TOKENS = (1, 4, 8, 32)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from rows import Compared, Rows, row_of, seconds, with_rates
 
-from moetier.contract import LayerGeometry
+from moetier.plan.catalog import layer_of
 from moetier.plan.costs import COMMON, Costs, costs_of, engine_named
 from moetier.plan.geometry import Geometry, Parts
 from moetier.plan.hardware import Hardware
 from moetier.plan.kv import stated
 from moetier.plan.workload import Workload
 
-STACK = LayerGeometry(4096, 2048, 256, 6)
+STACK = layer_of("deepseek-v4-flash")
 """As in benchmarks/hybrid/stack.py."""
 DRAWS = 20_000
 EXACT = {"M=1, no miss": 0, "M=1, one miss": 1, "M=1, two misses": 2}

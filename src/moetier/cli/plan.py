@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from moetier.budget import GIB
 from moetier.cli.asked import Asked, asking
 from moetier.cli.options import SkipSupportCheck
 from moetier.decision.decide import Decision
@@ -130,7 +131,7 @@ def _list(names: tuple[str, ...], as_json: bool) -> None:
         g = catalog.bundled(name)
         print(
             f"{name:22} {g.moe_layers} MoE layers of {g.experts} experts, top-{g.top_k}, "
-            f"{g.parts.total / 2**30:.0f} GiB ({g.expert_format})"
+            f"{g.parts.total / GIB:.0f} GiB ({g.expert_format})"
         )
 
 

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetier.contract import LayerGeometry
 from moetier.decision.facts import Facts
 from moetier.errors import CheckpointError
 from moetier.files import read_small
@@ -26,6 +27,12 @@ def bundled(name: str) -> Geometry:
     """One of `names`."""
     path = FOLDER / f"{name}.json"
     return parse_geometry(path.read_bytes(), path.name)
+
+
+def layer_of(name: str, slices: int = 1) -> LayerGeometry:
+    """One routed-expert layer of one of `names`."""
+    g = bundled(name)
+    return LayerGeometry(g.hidden, g.intermediate, g.experts, g.top_k, slices)
 
 
 @dataclass(frozen=True)

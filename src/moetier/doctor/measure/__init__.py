@@ -33,7 +33,7 @@ def measure(machine: Machine, shape: str, report: Callable[[str], None] = lambda
     machine
         Its facts; the disk's rates are those of the folder that they name.
     shape
-        A name of `bench.kernel.SHAPES`, or hidden,intermediate,experts,top_k: of which size records are.
+        A name of `kernel.SHAPES`, or hidden,intermediate,experts,top_k: of which size records are.
     report
         Called with one line before each part.
 

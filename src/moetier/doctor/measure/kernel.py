@@ -22,14 +22,16 @@ from moetier.errors import MoetierError, SettingsError
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas, fastest_read, integer_peak, read_bandwidth
 from moetier.kernels.cpu.measure import ReadWay
 from moetier.machine import limits as machine
+from moetier.plan.catalog import layer_of
 
 SHAPES = {
-    "v4-flash": LayerGeometry(4096, 2048, 256, 6),
-    "v4.1-flash": LayerGeometry(5120, 2304, 384, 6),
-    "glm-5.2": LayerGeometry(6144, 2048, 256, 8),
-    "kimi-k2": LayerGeometry(7168, 2048, 384, 8),
-    "qwen3-235b": LayerGeometry(4096, 1536, 128, 8),
+    "v4-flash": "deepseek-v4-flash",
+    "v4.1-flash": "deepseek-v4.1-flash",
+    "glm-5.2": "glm-5.2",
+    "kimi-k2": "kimi-k2.7",
+    "qwen3-235b": "qwen3-235b",
 }
+"""Short names of bundled models (`moetier.plan.catalog`)."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 SECONDS_PER_ROW = 1.0
 FEWEST_CALLS = 7
@@ -70,7 +72,7 @@ class Row:
 def parse_shape(text: str) -> LayerGeometry:
     """Read a name of `SHAPES` or hidden,intermediate,experts,top_k; SettingsError for anything else."""
     if text in SHAPES:
-        return SHAPES[text]
+        return layer_of(SHAPES[text])
     try:
         hidden, intermediate, experts, top_k = (int(part) for part in text.split(","))
     except ValueError:
