@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,3 +125,10 @@ def test_a_package_that_is_not_there_costs_its_own_verbs_alone() -> None:
     loaded(verb("--help"), forbidden="moetier_")
     with pytest.raises(AssertionError, match="`moetier bench` is in the package moetier_bench, which is not here"):
         loaded(verb("bench", "list"), forbidden="moetier_")
+
+
+def test_the_life_of_a_step_names_files_that_are_there() -> None:
+    text = (SOURCE.parent / "docs" / "step.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(named) > 25
+    assert not [name for name in named if not (SOURCE / "moetier" / name).is_file()]
