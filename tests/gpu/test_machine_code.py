@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from moetier.contract import LayerGeometry
+
 pytest.importorskip("torch", reason="the device tier wants torch")
 pytest.importorskip("triton", reason="the gate wants triton and its disassembler")
 
@@ -50,7 +52,7 @@ def test_compiling_leaves_python_s_own_bytes_alone(gate: ModuleType) -> None:
 
 def test_multiplications_overlap_with_stages_of_3_blocks_too(gate: ModuleType) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="the CUDA kernels want cuda-bindings and NVRTC")
-    sizes = gate.Sizes(gate.LayerGeometry(5120, 2304, 256, 6), gate.SIZES.family)
+    sizes = gate.Sizes(LayerGeometry(5120, 2304, 256, 6), gate.SIZES.family)
     macros = gate.cuda_path.prefill_macros(sizes, gate.cuda_path.WGMMA)
     opcodes, usage = gate.disassemble(gate.nvrtc.compile_source("prefill.cu", macros, "sm_90a")[0], "down_prefill")
     waits, products = (sum(op.startswith(kind) for op in opcodes) for kind in ("WARPGROUP.DEPBAR", "HGMMA"))

@@ -62,12 +62,12 @@ class Suspect:
 
 
 class Room:
-    """Memory for one record of a rank: `whole` is what is read into, `record` what the checksums are of."""
+    """Memory for one record of a rank, where the kernels can read it."""
 
     def __init__(self, part: Part) -> None:
         arena = Arena(1, part.room, part.shift)
-        self.address, self.whole = arena.address(0), arena.view(0)
-        self.record = self.whole[part.shift :][: part.end - part.begin]
+        self.address = arena.address(0)
+        self.record = arena.view(0)[part.shift :][: part.end - part.begin]
 
 
 class Sentinel:
@@ -150,9 +150,9 @@ class Sentinel:
             assert self._slots is not None
             if not self._slots.problem(index, expert):
                 return  # it was refilled meanwhile, or is cured already
-            room = Room(self._tiers.part)  # the thread's own is in use
-            self._tiers.reader.read(index, expert, room.whole)
-            done, where = self._slots.cure(index, expert, room.record), "its device slot"
+            right = np.empty_like(self._room.record)
+            self._read(index, expert, right)
+            done, where = self._slots.cure(index, expert, right), "its device slot"
         self.checks.wrong_records += 1
         self._tell(
             f"layer {self._number(index)}, expert {expert}: the record in {where} has {suspect.wrong}; {done}. Answers "
@@ -257,7 +257,13 @@ class Sentinel:
             ours[:] = _bytes_at(address, ours.size)
             if not self._tiers.store.problem(index, expert, ours, self._tiers.part.first):
                 return
-        self._tiers.reader.read(index, expert, self._room.whole)
+        self._read(index, expert, ours)
+
+    def _read(self, index: int, expert: int, out: NDArray[np.uint8]) -> None:
+        """Read a rank's part of a record from the store, apart from the reads that serve, which are counted."""
+        part, whole = self._tiers.part, np.empty(self._tiers.store.layout.stride, np.uint8)
+        self._tiers.store.read_record(index, expert, whole)
+        out[:] = whole[part.begin : part.end]
 
     def _diagnosis(self, call: Call, found: NDArray[np.uint16]) -> str:
         """Say whether bytes or arithmetic were wrong, and where, of a row whose bits differ from `found`."""
