@@ -42,7 +42,7 @@ ROOMS: dict[str, int] = {
     "native/cpu/": 1760,
     "native/python/": 460,
     "native/tests/": 500,
-    "benchmarks/": 6020,  # the sentinel: faults found, false alarms, cost
+    "benchmarks/": 5880,  # the sentinel: faults found, false alarms, cost
     "tools/": 480,
 }
 """Most lines of a file or a folder (which ends with a slash), by its path below the root. The longest path wins."""
