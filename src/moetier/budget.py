@@ -16,15 +16,15 @@ from moetier.tiers.part import Part
 
 GIB = 2**30
 ENGINE_BYTES = 3 * GIB
-"""What a vLLM engine process takes beside weights, KV cache and records: libraries, activations, buffers."""
+"""Bytes of a vLLM engine process beside weights, KV cache and records: libraries, activations, buffers."""
 DEVICE_SHARE = 0.95
-"""Of a device's memory that the engine may take; the driver and fragments have the rest."""
+"""Share of a device's memory that the engine may take; the driver and fragments have the rest."""
 DEVICE_CONTEXT = 3 * GIB
 """Assumed: driver's context, libraries, captured graphs, on each device."""
 DEVICE_RANKS = 3 * GIB // 2
-"""Of a device with several ranks besides: buffers of collectives. Published: about 110 slots on four 32 GB cards."""
+"""Bytes of each of several devices besides: buffers of collectives. Published: about 110 slots on four 32 GB cards."""
 DEVICE_HEADROOM = 3 * GIB
-"""Of what is free on a device with its weights, left to activations, captured graphs and the libraries. Assumed."""
+"""Bytes of a device with its weights that are left to activations, captured graphs and libraries. Assumed."""
 WORKSPACE_ROWS = 32
 """Assumed: bytes of the engine's activations for each element of a chunk's hidden rows, beside the experts' rows."""
 HOST_SHARED = 5 * GIB
@@ -100,12 +100,12 @@ def reserve_of(limit: int) -> int:
 
 
 def cpu_items(dense: int, cache: int) -> tuple[Item, ...]:
-    """What a server without devices takes of the host beside records and staging."""
+    """Return what a server without devices takes of the host beside records and staging."""
     return Item("processes", ENGINE_BYTES), Item("dense weights", dense), Item("KV cache", cache)
 
 
 def device_host_items(ranks: int) -> tuple[Item, ...]:
-    """What one of `ranks` ranks with devices takes of the host beside records: its own, a part of what is shared."""
+    """Return what one of `ranks` ranks with devices takes of the host beside records: its own and its part."""
     return Item("processes", HOST_SHARED // ranks), Item("rank", HOST_RANK)
 
 

@@ -18,7 +18,7 @@ PolicyName = Literal["lru", "second-touch", "frequency"]
 
 
 class Settings(BaseModel):
-    """What a person decides about tiers. Every field has a default but the store."""
+    """Decisions of a person about tiers. Every field has a default but the store."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

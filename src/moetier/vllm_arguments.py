@@ -1,4 +1,4 @@
-"""What a command line for vLLM says, as far as plans and launches follow from it.
+"""Read a command line for vLLM, as far as plans and launches follow from it.
 
 vLLM takes `--name value` and `--name=value`, underscores for hyphens, and the last one counts.
 """
@@ -35,7 +35,7 @@ UNDERSTOOD = (
 
 
 def value_of(arguments: Sequence[str], *names: str) -> str | None:
-    """What the last of these options says; "" where it is the end of the line."""
+    """Return what the last of these options says; "" where it is the end of the line."""
     found = None
     for at, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -72,7 +72,7 @@ class Drafting:
 
 
 def drafting_of(arguments: Sequence[str]) -> Drafting:
-    """What --speculative-config says, as JSON, as --speculative-config.key or as --spec-tokens and --spec-method."""
+    """Return the speculative config: of JSON, of --speculative-config.key, of --spec-tokens and --spec-method."""
     config = _config(arguments)
     method = value_of(arguments, f"{SPECULATIVE}.method", "--spec-method") or config.get("method")
     tokens = number_of(arguments, f"{SPECULATIVE}.num-speculative-tokens", "--spec-tokens")

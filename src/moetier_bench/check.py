@@ -28,7 +28,7 @@ def check_file(path: Path) -> tuple[Result | None, list[str]]:
 
 
 def problems(data: bytes, result: Result) -> Iterator[str]:
-    """What a file contradicts itself in. The hashes are of what is written in it, whatever fields came since."""
+    """Yield what a file contradicts itself in. The hashes are of what is written in it, whatever fields came since."""
     raw = json.loads(data)
     try:
         own = sha256_of({key: value for key, value in raw.items() if key != "sha256"})

@@ -251,7 +251,7 @@ class Library:
         return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
     def lint(self) -> Iterator[str]:
-        """What is wrong with any document."""
+        """Yield what is wrong with any document."""
         readers = {"suites": self.suite, "machines": self.machine, "recipes": self.recipe}
         good: dict[str, list[Any]] = {}
         for what, reader in readers.items():

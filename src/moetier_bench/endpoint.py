@@ -80,7 +80,7 @@ class Endpoint:
             return parse_metrics(await answer.text()) if answer.status == 200 else {}
 
     async def counters_after(self, before: dict[str, float], prompt_tokens: int) -> dict[str, float]:
-        """What counters grew by since `before`, once they show that many prompt tokens (or time is over)."""
+        """Return what counters grew by since `before`, once they show that many prompt tokens (or time is over)."""
         deadline = time.monotonic() + PATIENCE
         while True:
             grown = growth(before, await self.counters())

@@ -74,7 +74,7 @@ class Meter:
 
     @property
     def energy_of(self) -> tuple[str, ...]:
-        """What joules count: the CPUs' packages, the devices; nothing where none can be read."""
+        """Return what joules count: the CPUs' packages, the devices; nothing where none can be read."""
         return tuple(counter.name for counter in self._energy)
 
     def family(self) -> list[psutil.Process]:
@@ -111,7 +111,7 @@ class Meter:
         return round(sum(counter.between(before, after) for counter, before, after in pairs), 3)
 
     def footprint(self) -> Footprint | None:
-        """What the server's processes hold now; None where the server is not ours."""
+        """Return what the server's processes hold now; None where the server is not ours."""
         family = self.family()
         if not family:
             return None
@@ -211,7 +211,7 @@ def _millijoules(library: Any, device: Any) -> float:
 
 
 def text_of(name: str | bytes) -> str:
-    """What NVML calls something; older bindings give bytes."""
+    """Return what NVML calls something; older bindings give bytes."""
     return name.decode() if isinstance(name, bytes) else name
 
 

@@ -81,7 +81,7 @@ def plots_of(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _by_tier(results: Sequence[Result]) -> dict[str, str]:
-    """What the tiers did: the parts of a step, and hits by how much is in the fastest tier."""
+    """Return what the tiers did: the parts of a step, and hits by how much is in the fastest tier."""
     summary = results[0].machine.summary
     steps = steps_plot(f"A mean decode step: {summary}", {r.recipe.id: steps_of(r) for r in results})
     points: dict[str, list[Point]] = {}

@@ -35,7 +35,7 @@ COARSE = 2.0
 
 
 def impossible(result: Result) -> Iterator[str]:
-    """What cannot have been measured in a result, one line each."""
+    """Yield what cannot have been measured in a result, one line each."""
     yield from (f"a number below zero, or none: {found}" for found in islice(_no_measurements(result), FEW))
     yield from _of_machine(result)
     took = (_time(result.finished) - _time(result.started)).total_seconds()
@@ -80,7 +80,7 @@ def _below_zero(where: str, value: Any) -> Iterator[str]:
 
 
 def _of_machine(result: Result) -> Iterator[str]:
-    """What the machine does not have, and a server's own counts that contradict each other."""
+    """Yield what the machine does not have, and a server's own counts that contradict each other."""
     cpus, served = len(result.machine.cpu.allowed), result.served
     others = [trial.foreign_cpus or 0.0 for section in result.sections for trial in section.raw.trials]
     used = max(result.load.busiest or 0, result.load.others or 0, served.idle_cpus or 0, *others)

@@ -127,7 +127,7 @@ def changed_files(status: str) -> list[str]:
 
 
 def software() -> Software:
-    """What is installed here."""
+    """Return what is installed here."""
     versions, records = {}, {}
     for name in PACKAGES:
         try:

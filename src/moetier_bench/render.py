@@ -28,7 +28,7 @@ DISTURBED_MARK, IMPORTED_MARK, BUSY_MARK, CROWDED_MARK, NONE = "†", "‡", "§
 
 
 def outputs(root: Path, folder: Path) -> dict[Path, str]:
-    """What the rendered files must hold; BenchError if a result is not as it was measured."""
+    """Return what the rendered files must hold; BenchError if a result is not as it was measured."""
     results, wrong = check_folder(folder, root)
     if wrong:
         raise BenchError(f"nothing is rendered from results that are not as they were measured: {'; '.join(wrong[:5])}")
@@ -162,7 +162,7 @@ def why_empty(cell: Cell, result: Result) -> str | None:
 
 
 def said(text: str) -> str:
-    """What a document or a server says, as text of a Markdown table and nothing more."""
+    """Return what a document or a server says, as text of a Markdown table and nothing more."""
     one_line = " ".join(text.split())
     return re.sub(r"([\\\\`*_\[\]|!])", r"\\\1", escape(one_line, quote=False))
 
@@ -185,7 +185,7 @@ def disturbed(cell: Cell, result: Result) -> bool:
 
 
 def marks(result: Result) -> str:
-    """What to know of a whole result."""
+    """Return what to know of a whole result."""
     found = f" {IMPORTED_MARK}" if imported(result) else ""
     found += " (partial)" if result.status == "partial" else ""
     found += f" {BUSY_MARK}" if busy(result) else ""
@@ -212,7 +212,7 @@ def others(result: Result) -> float | None:
 
 
 def _left_out(result: Result) -> str:
-    """What a partial result lacks, and why."""
+    """Return what a partial result lacks, and why."""
     probes = ", ".join(probe.probe for probe in result.suite.probes[len(result.sections) :])
     return f"Suite {result.suite.id}: {result.failure}; not run: {probes or 'none'}"
 

@@ -43,7 +43,7 @@ class Place:
     port: int
 
     def names(self, root: Path) -> dict[str, str]:
-        """What stands for the folders of this machine in a result, longest first."""
+        """Return what stands for the folders of this machine in a result, longest first."""
         found = {
             str(self.scratch): "{scratch}",
             str(self.store): "{store}",

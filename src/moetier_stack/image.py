@@ -96,7 +96,7 @@ def requirements_text(pinned: PinnedProfile) -> str:
 
 
 def self_test(space: Workspace, profile: str) -> dict[str, object]:
-    """What `moetier_stack.selftest` checks inside the image."""
+    """Return what `moetier_stack.selftest` checks inside the image."""
     definition, pinned = space.definition.profile(profile), _pinned(space, profile)
     distribution, version = named(Path(pinned.wheel.filename))
     versions = {pin.project: pin.version for pin in pinned.requirements}

@@ -80,7 +80,7 @@ class Lock(Strict):
         return hashlib.sha256(_canonical(values)).hexdigest()
 
     def profile(self, name: str) -> PinnedProfile:
-        """What is pinned of a profile of stack.toml."""
+        """Return what is pinned of a profile of stack.toml."""
         if name not in self.profiles:
             raise StackError(f"profile {name} is not locked; {RELOCK}")
         return self.profiles[name]

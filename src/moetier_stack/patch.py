@@ -258,7 +258,7 @@ def _edits(path: str, parts: Sequence[tuple[Patch, FilePatch]], lines: Sequence[
 
 
 def scope_problems(patch: Patch, scope: str, package: str, from_source: bool) -> list[str]:
-    """What a carry of this scope may not touch."""
+    """Return what a carry of this scope may not touch."""
     found = []
     for file in patch.files:
         top = PurePosixPath(file.path).parts[0]

@@ -25,7 +25,7 @@ OLDEST_GLIBC_MINOR = 5
 
 
 def requirements_of(metadata: bytes, profile: Profile) -> list[str]:
-    """What the wheel asks for on the profile's platform, without what the profile leaves out, and the profile's own.
+    """Return the wheel's requirements on the profile's platform, without those it leaves out, and the profile's own.
 
     metadata: the wheel's METADATA file.
     """

@@ -107,7 +107,7 @@ def _stands(source: Sequence[str], lines: Sequence[str]) -> bool:
 
 
 def _surrounding_change(hunk: Hunk, old: Sequence[str], new: Sequence[str]) -> str:
-    """What upstream did to the lines that the hunk stands on, as a unified diff of pinned against upstream."""
+    """Return what upstream did to the lines that the hunk stands on, as a unified diff of pinned against upstream."""
     if not new:
         return "the file is gone"
     first, last = max(hunk.start - 1, 0), max(hunk.start - 1, 0) + len(hunk.source)

@@ -53,7 +53,7 @@ def watched(space: Workspace, name: str) -> list[Version]:
 
 
 def advice(status: CarryStatus, pinned: str) -> str:
-    """What to do about a carry, in a few words."""
+    """Return what to do about a carry, in a few words."""
     if status.version == pinned:
         return "pinned"
     if Version(status.version) < Version(pinned):

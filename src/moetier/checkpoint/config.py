@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about its experts: tables of the keys that model families use."""
+"""The keys of config.json about experts: tables of the keys that model families use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
-    """What config.json says of the number formats of weights; None if it says nothing."""
+    """Return what config.json says of the number formats of weights; None if it says nothing."""
     return next(iter(quantizations(config)), None)
 
 

@@ -16,7 +16,7 @@ from moetier.errors import CheckpointError, UnsupportedModelError
 
 @dataclass(frozen=True)
 class Experts:
-    """What a store will hold, and the draft layers that it will not."""
+    """Layers that a store will hold, and the draft layers that it will not."""
 
     layers: tuple[MoeLayer, ...]
     sources: tuple[LayerSource, ...]

@@ -69,7 +69,7 @@ def with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def what_to_give(path: Path) -> str:
-    """What to give for something that is no checkpoint."""
+    """Return what to give for something that is no checkpoint."""
     quantized = path.suffix == ".gguf" or any(path.glob("*.gguf"))
     note = " (GGUF is not read: take the repository that it was made from)" if quantized else ""
     return f"give the folder that holds config.json and *.safetensors{note}"

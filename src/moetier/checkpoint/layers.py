@@ -24,7 +24,7 @@ NUMBERS = ("moe_layers_enum", "moe_layers")
 FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_num_skipped")
 """Keys that say how many of the first layers are dense."""
 FIRST_DENSE_DEFAULTS = {"glm4_moe": 1, "deepseek_v3": 3}
-"""What transformers takes for a model type whose config.json has no first_k_dense_replace."""
+"""First dense layers that transformers takes for a model type whose config.json has no first_k_dense_replace."""
 
 _ROOTS = "|".join(
     sorted({re.escape(s.template.partition("layers.{layer}.")[0]) for s in LAYERS if not s.drafts}, reverse=True)
@@ -146,7 +146,7 @@ def _say_left_out(shards: Shards, left: list[LeftOut]) -> None:
 
 
 def _rules(text: dict[str, Any]) -> list[Rule]:
-    """What the keys of config.json say. A list of all layers counts alone."""
+    """Return what the keys of config.json say. A list of all layers counts alone."""
     for key in LISTS:
         value = text.get(key)
         if isinstance(value, list):
@@ -186,7 +186,7 @@ def _rules(text: dict[str, Any]) -> list[Rule]:
 
 
 def _said(rules: list[Rule], number: int) -> bool | None:
-    """What all rules say together; None if they leave it open."""
+    """Return what all rules say together; None if they leave it open."""
     said = {rule(number) for rule in rules}
     if False in said:
         return False

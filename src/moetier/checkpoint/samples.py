@@ -21,7 +21,7 @@ SAMPLE = 64
 LEAST = 2
 """Steps from the first sample of a tensor (or of one expert in it) to its last: beginning, middle and end."""
 STEP = 1 << 16
-"""What is no expert's is sampled once in so many bytes: there is little of it, a fine-tune often changes it alone..."""
+"""Bytes between two samples of tensors that are no expert's: few, and a fine-tune often changes them alone..."""
 MOST = 64
 """...and at most so often."""
 MOST_EXPERTS = 1 << 12

@@ -99,7 +99,7 @@ class Shards:
     remote = False
     """Whether a tensor may have to be fetched before it is read."""
     version = ""
-    """What the place that they are fetched from calls this state of them; it changes with every byte."""
+    """Name of this state of the files at the place that they are fetched from; it changes with every byte."""
 
     def __init__(self, folder: Path, index: bytes, shards: list[Shard], unread: tuple[str, ...] = ()) -> None:
         """unread: names of safetensors files beside the shards that do not belong to the checkpoint."""

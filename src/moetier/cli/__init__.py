@@ -84,5 +84,5 @@ def _fill_closed_streams() -> None:
 
 
 def _silence() -> None:
-    """What is left in the buffer of standard output cannot be written: nothing more is said of it at the end."""
+    """Drop the rest of standard output, which cannot be written: nothing more is said of it at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

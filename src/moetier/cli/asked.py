@@ -32,7 +32,7 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is planned for. A machine is a file, words, or (all None) the one that this runs on."""
+    """A model and a machine to plan for. A machine is a file, words, or (all None) the one that this runs on."""
 
     machine: Annotated[Path | None, _option("What `moetier doctor --json` wrote (default: this machine).")] = None
     gpus: Annotated[str | None, _option("A machine in words: 4x32GB, 1xRTX5090, or none.")] = None

@@ -86,7 +86,7 @@ def _both(decision: Decision, found: Machine) -> str:
 
 
 def _show_decision(decision: Decision, console: Console) -> None:
-    """What is said of the model, before anything about the machine."""
+    """Print the decision about the model, before anything about the machine."""
     lines = list(decision.lines())
     if not decision.refusals():
         formats = ", ".join(f"{group} {name}" for group, name in decision.formats)

@@ -196,7 +196,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _print_losses(losses: dict[int, dict[str, float]]) -> None:
-    """What re-quantization did to each layer."""
+    """Print the losses of each layer by re-quantization."""
     if not losses:
         return
     table = Table("layer", "relative RMS error", "sign bias", "saturated", title="re-quantization to MXFP4")

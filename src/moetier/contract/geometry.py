@@ -12,7 +12,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family does differently inside an expert."""
+    """Differences of a model family inside an expert."""
 
     swiglu_limit: float | None = None
     """gate is clamped from above to it, up to +-it, before the SwiGLU; None: no clamp."""

@@ -165,7 +165,7 @@ def _from_tiles(flat: NDArray[np.uint8], rows: int, blocks: int) -> NDArray[np.u
 
 
 def _piece(width: int) -> np.dtype[np.void]:
-    """What one row has of a tile, as one element: NumPy moves it eight times as fast as that many single bytes."""
+    """Return a row's part of a tile as one element: NumPy moves it eight times as fast as that many bytes."""
     return np.dtype((np.void, width))
 
 

@@ -22,7 +22,7 @@ OTHERS = re.compile(r"shared?_|_shared?|vision|dense")
 DEFAULT_LIMIT = {"deepseek_v4": 10.0, "glm5_next": 10.0, "hy_v4": 10.0, "minimax_m3": 7.0}
 """Model types, by prefix, whose config class clamps where config.json does not say (transformers 5.19, vLLM 0.32)."""
 ZERO_IS_NONE = ("hy_v4", "exaone_moe")
-"""Of the model types that clamp, those for which 0 is no clamp; the others would clamp to 0."""
+"""Model types that clamp for which 0 is no clamp; the others would clamp to 0."""
 DEEPEST = 3
 """Dictionaries inside each other that are looked into."""
 STEP = ("step3p5", "step3p7", "bailing_moe_v3")

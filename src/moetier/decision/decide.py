@@ -33,7 +33,7 @@ class Answer(StrEnum):
 
 
 class Drafter(StrEnum):
-    """What becomes of a checkpoint's drafter."""
+    """Fate of a checkpoint's drafter."""
 
     NONE = "none"
     SERVED = "served"
@@ -42,7 +42,7 @@ class Drafter(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """What one row of the table found."""
+    """A finding of one row of the table."""
 
     row: str
     level: Level
@@ -70,11 +70,11 @@ class Decision:
     support: tuple[Support, ...]
 
     def refusals(self, skip: bool = False) -> tuple[Reason, ...]:
-        """What stands in the way; skip: without what --skip-support-check overrides."""
+        """Return what stands in the way; skip: without what --skip-support-check overrides."""
         return tuple(one for one in self.reasons if one.level is Level.REFUSES and not (skip and one.overridable))
 
     def conditions(self) -> tuple[Reason, ...]:
-        """What serving needs beside."""
+        """Return what serving needs beside."""
         return tuple(one for one in self.reasons if one.level is Level.CONDITION)
 
     def require(self, skip: bool = False) -> None:

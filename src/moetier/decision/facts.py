@@ -1,4 +1,4 @@
-"""What headers and config files say of a checkpoint's experts: the facts that every row of the table looks at."""
+"""Facts of a checkpoint's experts, from headers and config files: those that every row of the table looks at."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ExpertParts:
     matrices: dict[str, dict[str, Tensor]]
     """The first expert's: matrix (gate_proj, w1, ...) -> what follows its name (weight, ...) -> tensor."""
     fused: dict[str, Tensor]
-    """Of all experts at once: what follows `.experts.`, such as gate_up_proj."""
+    """Tensors of all experts at once, by what follows `.experts.`, such as gate_up_proj."""
     others: dict[str, Tensor]
-    """What follows the names of other experts' matrices: one tensor each."""
+    """Suffixes of other experts' matrices: one tensor each."""
     experts: int
     """One more than the highest number, or the first size of a fused tensor."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a tokenizer say."""
+    """Facts of a tokenizer's files."""
 
     config: dict[str, Any] = field(default_factory=dict)
     """tokenizer_config.json; {} where there is none, or none that can be read: vLLM says so itself."""
@@ -48,7 +48,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, folder: Path) -> TokenizerFiles:
-        """Of a checkpoint's folder."""
+        """Read those of a checkpoint's folder."""
         path = folder / TOKENIZER
         try:
             config = read_json(path)[0] if path.exists() else {}

@@ -1,4 +1,4 @@
-"""What the installed vLLM and transformers know, read from their files: neither is imported, as that takes seconds."""
+"""Tables of the installed vLLM and transformers, read from their files: neither is imported, as that takes seconds."""
 
 from __future__ import annotations
 

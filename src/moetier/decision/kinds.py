@@ -22,7 +22,7 @@ FP8_SCALES = ("weight_scale_inv", "scale", "weight_scale")
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is known of one matrix (or of all experts at once): tensors by what follows their name, and the config."""
+    """Facts of one matrix (or of all experts at once): tensors by what follows their name, and the config."""
 
     parts: dict[str, Tensor]
     fused: bool
@@ -63,7 +63,7 @@ class Kind:
 
 
 def _bits(m: Matrix) -> int:
-    """Of packed integers, as the shape of a gate says, else config.json; of a down projection, what its gate is."""
+    """Return the bits of packed integers: by a gate's shape, else config.json; of a down projection, its gate's."""
     packed, hidden = m.parts["weight_packed"], keys.text_config(m.config).get("hidden_size")
     if not m.reads_hidden:
         return 4
@@ -163,9 +163,9 @@ KINDS: tuple[Kind, ...] = (
 """The first that matches counts. A kind without a format of the store is not read."""
 BY_ID = {kind.id: kind for kind in KINDS}
 WEIGHTS = ("weight", "weight_packed", "qweight", "q_weight", "trellis", "W_q")
-"""What the weights themselves are called, in one format or another."""
+"""Names of the weights themselves, in one format or another."""
 INCOMPLETE = ("unknown", "fp8-unscaled")
-"""What a matrix of a known format looks like when a tensor of it is missing: the reader names that tensor."""
+"""Forms of a matrix of a known format when a tensor of it is missing: the reader names that tensor."""
 
 
 def _fused(m: Matrix) -> str:

@@ -1,4 +1,4 @@
-"""What a row of the table is, and what it looks at beside the checkpoint's facts."""
+"""A row of the table, and the facts that it looks at beside the checkpoint's."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moetier.decision.facts import Facts
 from moetier.decision.installed import Installed
 
 AS_IT_IS = "serve it with vLLM as it is if it fits"
-"""What to do with a model that only moetier does not serve."""
+"""Advice for a model that only moetier does not serve."""
 
 
 class Level(StrEnum):
-    """What a finding means."""
+    """Meaning of a finding."""
 
     REFUSES = "refuses"
     CONDITION = "condition"
@@ -31,12 +31,12 @@ class Here:
     devices: tuple[str | None, ...] = ()
     """"cpu" or compute capabilities; empty: no matter where."""
     arguments: tuple[str, ...] = ()
-    """What is passed on to vLLM."""
+    """Arguments that are passed on to vLLM."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a row found, as a sentence that begins with the checkpoint's name; remedy is what to do."""
+    """A row's finding, as a sentence that begins with the checkpoint's name; remedy is what to do."""
 
     text: str
     remedy: str = ""

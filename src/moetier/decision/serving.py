@@ -30,7 +30,7 @@ def architecture_row(f: Facts, here: Here) -> Iterator[Found]:
 
 
 def supports(f: Facts, here: Here) -> tuple[Support, ...]:
-    """What support.toml says of each kind of device, by the name of the model type that it knows."""
+    """Return what support.toml says of each kind of device, by the name of the model type that it knows."""
     if here.vllm is None:
         return ()
     found = []
@@ -76,7 +76,7 @@ def _code(where: str, code: object, here: Here) -> Found:
 
 
 def drafter_problem(f: Facts) -> str | None:
-    """What is wrong with the drafter, as what "it has"; None: there is none, or a store holds it."""
+    """Return what is wrong with the drafter, as what "it has"; None: there is none, or a store holds it."""
     if f.left_out:
         return f"layers that a store does not hold: {'; '.join(f.left_out)}"
     experts, top_k = keys.size(f.text, keys.EXPERTS), keys.size(f.text, keys.TOP_K)

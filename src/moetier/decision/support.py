@@ -48,7 +48,7 @@ def minor_of(version: str) -> tuple[int, int]:
 
 
 def check(model_type: str, vllm: str | None, device: str | None) -> Support:
-    """What is known of this model type under this vLLM on this device.
+    """Return what is known of this model type under this vLLM on this device.
 
     Parameters
     ----------
@@ -78,5 +78,5 @@ def known_model_types() -> tuple[str, ...]:
 
 
 def devices_of(gpus: tuple[Gpu, ...]) -> tuple[str | None, ...]:
-    """What `check` wants to know of a machine's devices; without any it is the CPU."""
+    """Return what `check` wants to know of a machine's devices; without any it is the CPU."""
     return tuple(gpu.compute_capability for gpu in gpus) or (CPU,)

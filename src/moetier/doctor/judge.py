@@ -1,4 +1,4 @@
-"""What the facts mean: fine, slow because, or broken because, each with the remedy."""
+"""Judge the facts: fine, slow because, or broken because, each with the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moetier.machine.facts import Cpu, Disk, Finding, Gpu, IoUring, Machine, Mem
 
 FINE, SLOW, BROKEN = Verdict.FINE, Verdict.SLOW, Verdict.BROKEN
 OLDEST_CAPABILITY = (8, 0)
-"""What the kernels of device slots are written for (kernels/cuda/path.py)."""
+"""The oldest compute capability that the kernels of device slots are written for (kernels/cuda/path.py)."""
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}
 """Bytes a second of one lane and direction by PCIe generation, after line coding."""
 NARROW_LINK = 12e9
@@ -204,7 +204,7 @@ def _width(gpu: Gpu) -> int | None:
 
 
 def link_bytes_per_s(gpu: Gpu) -> float | None:
-    """What the link carries in one direction at most; None where it is not known."""
+    """Return what the link carries in one direction at most; None where it is not known."""
     width = _width(gpu)
     if gpu.pcie_generation is None or width is None:
         return None

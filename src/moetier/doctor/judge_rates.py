@@ -1,4 +1,4 @@
-"""What the measured rates mean."""
+"""Judge the measured rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW_DISK = 1e9
 
 
 MOST_OF_LIMIT = 1.05
-"""Of what the memory gives, or the arithmetic: whatever is measured above it was measured wrongly."""
+"""Share of what memory or arithmetic gives, above which a figure was measured wrongly."""
 BEYOND_CACHES = 1 << 30
 """Bytes of records from which on no cache holds them, and the memory is the limit."""
 

@@ -1,4 +1,4 @@
-"""What the layers of a model share in a step: what the engine says of it, and who listens."""
+"""State that the layers of a model share in a step: the engine's words about it, and who listens."""
 
 from __future__ import annotations
 

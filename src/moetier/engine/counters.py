@@ -1,4 +1,4 @@
-"""What the layers did since the start: plain numbers that only grow, one set a layer."""
+"""Counters of the layers since the start: plain numbers that only grow, one set a layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass
 class Checks:
-    """What a sentinel looked at since the start. Each field has one writing thread."""
+    """Checks of a sentinel since the start. Each field has one writing thread."""
 
     records: int = 0
     """Records whose bytes were compared with their checksums where they lie."""
@@ -24,7 +24,7 @@ class Checks:
 
 @dataclass
 class Counters:
-    """Of one layer. Each field has one writing thread; readers take what they see. Times in microseconds.
+    """Counters of one layer. Each field has one writing thread; readers take what they see. Times in microseconds.
 
     A hit or a miss is one distinct expert of one call, as its bytes are needed once however many tokens route to it.
     """
@@ -65,5 +65,5 @@ class Counters:
         return cls(*(sum(column) for column in columns))
 
     def since(self, before: Counters) -> Counters:
-        """What was counted after `before` was."""
+        """Return what was counted after `before` was."""
         return Counters(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))

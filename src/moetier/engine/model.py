@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class IntegrityError(MoetierError):
-    """What lies in memory is not what was put there."""
+    """Memory does not hold what was put there."""
 
     exit_code = 1
 
@@ -139,7 +139,7 @@ class TieredModel:
 
     @property
     def counters(self) -> Counters:
-        """What all layers did together."""
+        """Return what all layers did together."""
         return Counters.total(self.layer_counters)
 
     def check_integrity(self) -> int:

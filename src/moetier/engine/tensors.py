@@ -10,7 +10,7 @@ from moetier.engine.hybrid import HybridLayer
 
 
 def given(x: torch.Tensor) -> torch.Tensor:
-    """What the contract takes of x [T, hidden], whatever dtype the model runs in and whichever tier computes: bf16."""
+    """Return x [T, hidden] as the contract takes it, bf16, whatever the model's dtype and whichever tier computes."""
     return x.detach().to(torch.bfloat16).contiguous()
 
 

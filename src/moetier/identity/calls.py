@@ -11,7 +11,7 @@ from moetier.engine.recording import Call
 from moetier.errors import MoetierError
 
 HOSTILE = np.array([0, 3e38, -1e-38, 2.0**-101, np.nan, np.inf], np.float32)
-"""What no model should make."""
+"""Values that no model should make."""
 
 
 class IdentityError(MoetierError):

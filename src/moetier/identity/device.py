@@ -57,7 +57,7 @@ def check_paths(layers: Sequence[HybridLayer], path: HybridPath, streams: bool, 
 def _random_call(
     layer: HybridLayer, path: HybridPath, tokens: int, generator: np.random.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of few experts, so that it takes little time."""
+    """Return a call of few experts, so that it takes little time."""
     g, device = path.sizes.geometry, path.device
     few = min(g.experts, g.top_k + 2)
     shuffled = generator.permutation(g.experts).astype(np.int32)

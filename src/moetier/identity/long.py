@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass
 class IdentityReport:
-    """What was compared. bytes: record bytes that the calls touched, over all paths."""
+    """Counts of a comparison. bytes: record bytes that the calls touched, over all paths."""
 
     calls: int = 0
     pairs: int = 0

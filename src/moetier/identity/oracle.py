@@ -20,7 +20,7 @@ from moetier.tiers.arena import Arena
 
 EXPERTS, TOP_K, TOKENS = 3, 2, 9
 MOST_BLOCKS = 3
-"""Of a segment: from three on the order of additions inside one shows."""
+"""Blocks of a segment at most: from three on the order of additions inside one shows."""
 
 
 def small(geometry: LayerGeometry) -> LayerGeometry:

@@ -30,7 +30,7 @@ from moetier.tiers.policy import Lru
 from moetier.tiers.staging import Staging
 
 TOKENS = (1, 4, 1, 16)
-"""Of the calls, in turn."""
+"""Tokens of the calls, in turn."""
 STAGING_RECORDS = 2
 
 Path = Callable[[Call], NDArray[np.uint16]]
@@ -39,7 +39,7 @@ Path = Callable[[Call], NDArray[np.uint16]]
 
 @dataclass(frozen=True)
 class Checked:
-    """What was compared: calls, comparisons of one path with the first, and the names of all paths.
+    """Counts of a check: calls, comparisons of one path with the first, and the names of all paths.
 
     oracle: kernels that were held to the definition.
     """
@@ -101,7 +101,7 @@ class _Checker:
         ]
 
     def random_call(self, layer: int, tokens: int, generator: np.random.Generator) -> Call:
-        """Of few experts, so that it takes little room."""
+        """Return a call of few experts, so that it takes little room."""
         geometry = self._part.geometry
         few = min(geometry.experts, geometry.top_k + 2)
         chosen = generator.choice(geometry.experts, few, replace=False).astype(np.int32)

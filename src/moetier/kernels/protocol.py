@@ -1,4 +1,4 @@
-"""What device, mailbox and host agree on, as protocol.h declares it and the compiler laid it out."""
+"""Structures that device, mailbox and host share, as protocol.h declares it and the compiler laid it out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Step = _structure("Step")
 """State of a hybrid step on the device; its table of slots, int32 [experts], follows."""
 Costs = _structure("Costs")
 HybridStep = _structure("HybridStep")
-"""What the kernels of a hybrid step are given beside the call; addresses are integers."""
+"""Arguments of a hybrid step's kernels beside the call; addresses are integers."""
 
 
 def word(field: str) -> int:

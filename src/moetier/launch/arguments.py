@@ -1,4 +1,4 @@
-"""What a launch derives from the user's arguments for vLLM and the plan: graphs, batched tokens, and what to say of it.
+"""Derive from the user's arguments for vLLM and the plan: graphs, batched tokens, and what to say of it.
 
 derive.py has the arithmetic; here is what it is applied to. Whatever the user gave stays as given.
 """
@@ -57,7 +57,7 @@ class Launch:
         return (*sizes, *batched)
 
     def lines(self) -> Iterator[str]:
-        """What `serve --explain` says of it."""
+        """Yield what `serve --explain` says of it."""
         each = self.drafting.tokens + 1
         if self.sizes:
             sequences = self.sizes[-1] // each
@@ -74,7 +74,7 @@ class Launch:
 
 
 def _gap(chunk: Chunk) -> Iterator[str]:
-    """What running streams wait for a token while a prompt enters, beside what was asked for."""
+    """Yield what running streams wait for a token while a prompt enters, beside what was asked for."""
     step = (
         f"  with {chunk.tokens:,} of a prompt it is expected to take {1e3 * chunk.seconds:,.0f} ms at the context's end"
     )

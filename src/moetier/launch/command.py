@@ -23,14 +23,14 @@ CPU_EXECUTOR = "moetier.vllm.executor.RestingExecutor"
 ACCESS = "moetier.vllm.access.Access"
 DRAINING = "moetier.vllm.draining.Draining"
 LEAST_SHUTDOWN_SECONDS = 10
-"""Of vLLM's own end, which comes after the drain: the engine saves heat in it. The launcher sees to the drain time."""
+"""Seconds of vLLM's own end, after the drain: the engine saves heat in it. The launcher sees to the drain time."""
 SOCKET_FOLDER_BYTES = 107 - 37
 """The longest name of a folder for vLLM's sockets: a socket's path may have 107 bytes, and vLLM's name has 36."""
 
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """What `moetier serve` was asked for. What `extra` says of other fields is in them, and no longer in `extra`."""
+    """A request of `moetier serve`. Values that `extra` has for other fields are in them, and no longer in `extra`."""
 
     model: Path
     settings: Settings
@@ -38,7 +38,7 @@ class ServeRequest:
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_in_shell: str = f"${VARIABLE}"
-    """What a shell takes for one of the keys."""
+    """A word that a shell replaces by one of the keys."""
     served: tuple[str, ...] = ()
     """Names of the model in the API, the first of which is the model's own; (): that of its folder."""
     kv_cache_gib: float = 1.0
@@ -51,7 +51,7 @@ class ServeRequest:
     derived: tuple[str, ...] = ()
     """Those that the plan and launch.py add."""
     launch: tuple[str, ...] = ()
-    """What `--explain` says of them."""
+    """Lines of `--explain` about them."""
     planned_device_bytes: int | None = None
     scratch: Path | None = None
     """A folder that is gone after the server."""
@@ -158,7 +158,7 @@ def cpus_of_rank(cpus: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def tensor_parallel_size(extra: Sequence[str]) -> int:
-    """What vLLM's arguments ask for; SettingsError where that is no number."""
+    """Return what vLLM's arguments ask for; SettingsError where that is no number."""
     found = value_of(extra, *RANKS)
     if found is None:
         return 1

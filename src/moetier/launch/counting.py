@@ -1,4 +1,4 @@
-"""What the processes of a server counted, on its way to whoever asks: one small file a rank, written every second.
+"""Counts of a server's processes on their way to whoever asks: one small file a rank, written every second.
 
 The engine's processes have no port of their own, and vLLM's statistics carry only vLLM's numbers. So each rank replaces
 its file in a folder that all know, and the frontend reads the files when it is asked.
@@ -25,7 +25,7 @@ SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank had counted. layers: by the layer's number in the checkpoint; disk: with the reads of the start."""
+    """Counts of a rank. layers: by the layer's number in the checkpoint; disk: with the reads of the start."""
 
     rank: int
     layers: dict[int, Counters]
@@ -34,7 +34,7 @@ class Snapshot:
     disk_retries: int
     healed: int
     checks: Checks = field(default_factory=Checks)
-    """Of the sentinel."""
+    """Those of the sentinel."""
     direct: bool = True
     """Whether reads of the store bypass the page cache."""
 
@@ -99,7 +99,7 @@ class Publisher:
 
 
 def read_snapshots(folder: Path) -> list[Snapshot]:
-    """What every rank wrote last, by rank; a file that cannot be read is left out."""
+    """Return what every rank wrote last, by rank; a file that cannot be read is left out."""
     found = []
     for path in folder.glob("rank-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

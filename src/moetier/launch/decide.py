@@ -35,7 +35,7 @@ def decided_on(facts: Facts, machine: Machine) -> Decision:
 
 
 def _devices() -> tuple[str | None, ...]:
-    """What the installed vLLM computes on; nothing without vLLM."""
+    """Return what the installed vLLM computes on; nothing without vLLM."""
     try:
         return (CPU,) if launcher.runs_on_cpu() else devices_of(probe_gpus())
     except SettingsError:

@@ -1,4 +1,4 @@
-"""What a launch derives from a few decisions: graph sizes, context, chunk, batched tokens, KV capacity. Pure functions.
+"""Derive from a few decisions: graph sizes, context, chunk, batched tokens, KV capacity. Pure functions.
 
 `moetier serve` and the images of `moetier stack` take them from here, so that no script repeats a result that only
 held for the model it was worked out on.
@@ -115,7 +115,7 @@ def draft_slots(draft_tokens: int, block_draft: bool, vllm: str = "0.32") -> int
 
 @dataclass(frozen=True)
 class KvCapacity:
-    """What a KV cache holds, in units that mean the same for every model: bytes, blocks, requests at full context.
+    """Capacity of a KV cache, in units that mean the same for every model: bytes, blocks, requests at full context.
 
     blocks_per_request depends on context, batch and asynchronous scheduling, and differs between groups of layers: it
     is what the engine reports for this very launch, never worked out from the context.
@@ -141,7 +141,7 @@ class KvCapacity:
 
     @property
     def tokens_at_full_context(self) -> int:
-        """What vLLM logs as its cache's size in tokens: concurrency x context. Not a pool that short requests share."""
+        """Return the tokens that vLLM logs for its cache: concurrency x context. No pool that short requests share."""
         return self.blocks * self.context // self.blocks_per_request
 
 

@@ -20,7 +20,7 @@ FOLDER_VARIABLE = "MOETIER_SCRATCH"
 """Names the folder to the frontend: vLLM makes a middleware without arguments."""
 ASKED = "drain.json"
 FILE_BYTES = 160
-"""Of each file. It is made with the server and written over in place, which a full disk does not prevent."""
+"""Bytes of each file. It is made with the server and written over in place, which a full disk does not prevent."""
 LOOK_SECONDS = 0.1
 """Between two looks at the files, on both sides."""
 REPORT_SECONDS = 3.0
@@ -49,7 +49,7 @@ class Drained:
 
 
 def time_for_requests(drain_seconds: float) -> float:
-    """What of the drain time the requests get."""
+    """Return the part of the drain time that the requests get."""
     return drain_seconds - min(ENDING_SECONDS, drain_seconds / 2)
 
 
@@ -75,7 +75,7 @@ def report(folder: Path, state: Report) -> None:
 
 
 def reports(folder: Path) -> list[Report]:
-    """What the frontends that live said last."""
+    """Return what the frontends that live said last."""
     found = []
     for path in folder.glob("requests-*.json"):
         with contextlib.suppress(TypeError):
@@ -112,7 +112,7 @@ def _write(path: Path, value: dict[str, object]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What is in a file; None where it is not there, or not written whole yet."""
+    """Return what is in a file; None where it is not there, or not written whole yet."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -59,7 +59,7 @@ def read_failure(path: Path) -> MoetierError | None:
 
 
 def read_words(path: Path | None) -> str:
-    """What any exception that was reported said, "" if there was none."""
+    """Return what any exception that was reported said, "" if there was none."""
     return "" if path is None else str(_read(path).get("message", ""))
 
 
@@ -78,7 +78,7 @@ def write_ended(folder: Path, ended: Sequence[tuple[str, int]]) -> None:
 
 
 def read_ended(folder: Path | None) -> list[tuple[str, int]]:
-    """What `write_ended` wrote; nothing where it did not."""
+    """Return what `write_ended` wrote; nothing where it did not."""
     if folder is None:
         return []
     try:

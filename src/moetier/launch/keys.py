@@ -16,7 +16,7 @@ VARIABLE = "VLLM_API_KEY"
 HASHES = "MOETIER_API_KEY_SHA256"
 """Tells the server's processes the SHA-256 of the right keys, so that none of them holds a key; "": none is asked."""
 MOST_BYTES = 1 << 20
-"""Of a file of keys."""
+"""Bytes of a file of keys, at most."""
 VISIBLE = (
     "the API key of --api-key is in the process list, where every user of this machine can read it; "
     f"give it with --api-key-file or {VARIABLE}"

@@ -1,4 +1,4 @@
-"""What follows `--` goes to vLLM; options of it that moetier decides are understood here, or refused by name.
+"""Pass on to vLLM what follows `--`; options that moetier decides are understood here, or refused by name.
 
 `TABLE` has all of them, and docs/serve.md shows it. vLLM's spellings are read as vLLM reads them: `--name value` and
 `--name=value`, underscores for hyphens, several values, a file named by `--config`. Beginnings of names are refused,
@@ -37,7 +37,7 @@ class Passed:
 
     names: tuple[str, ...]
     here: str
-    """What they are here, or what to do instead."""
+    """Their meaning here, or what to do instead."""
     refused: bool = False
     harmless: str | None = None
     """The one value that is not refused, since it is what runs anyway."""
@@ -72,7 +72,7 @@ OURS = {name: passed for passed in TABLE for name in passed.names}
 
 @dataclass(frozen=True)
 class Taken:
-    """What was taken over from vLLM's arguments, None where they do not say it, and what goes to vLLM."""
+    """Values that were taken over from vLLM's arguments, None where they do not say them, and the rest for vLLM."""
 
     left: tuple[str, ...]
     host: str | None = None

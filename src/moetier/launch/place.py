@@ -1,4 +1,4 @@
-"""What lives where: the store, the records in DRAM, and the table of it."""
+"""Place everything: the store, the records in DRAM, and the table of it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _length_alone(arguments: Sequence[str], window: int, reserve: int | None) ->
 
 @dataclass(frozen=True)
 class Given:
-    """What the user fixed. None: as planned."""
+    """Values that the user fixed. None: as planned."""
 
     dram_records: str | None = None
     """A number, a share such as 25%, or auto."""
@@ -76,13 +76,13 @@ class Serving:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of `moetier.settings.Settings`."""
+        """Values of `moetier.settings.Settings`."""
         placement = self.plan.placement
         return {"dram_records": placement.dram_records, "slots": placement.slots}
 
     @property
     def kv_cache_gib(self) -> float:
-        """What the planned context and streams need."""
+        """GiB that the planned context and streams need."""
         placement = self.plan.placement
         return (placement.device or placement.host)["KV cache"] / GIB
 
@@ -92,7 +92,7 @@ class Serving:
         return self.plan.placement.device_bytes if self.plan.hardware.gpus else None
 
     def lines(self) -> Iterator[str]:
-        """What is started, how fast that should be, and what the user's own settings change."""
+        """Say what is started, how fast that should be, and what the user's own settings change."""
         placement, (rate, low, high) = self.plan.placement, self.plan.metrics["decode_tok_s"]
         experts = self.plan.question.geometry.experts
         where = f"{placement.dram_records} of {experts} experts of each layer in DRAM"

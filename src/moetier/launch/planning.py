@@ -1,4 +1,4 @@
-"""What `moetier serve` starts with: the plan, what the user fixed, and what follows from both."""
+"""Work out what `moetier serve` starts with: the plan, what the user fixed, and what follows from both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_KV_GIB = 1.0
 LONGEST_GAP_MS = 200.0
 """Between two tokens of a running stream while a prompt enters: five tokens a second, about what one reads."""
 SMALLER_CHUNKS = (4096, 2048, 1024, 512, 256)
-"""Of a prompt in a step, where the planned one takes too long."""
+"""Tokens of a prompt in a step, where the planned ones take too long."""
 MOST_ON_CPU = 2048
 """As vLLM's own default there."""
 DECIDE = (BATCHED, "--no-enable-chunked-prefill")
@@ -69,7 +69,7 @@ def request_of(
 
 
 def _chunk(planned: Serving | None, extra: Sequence[str], longest_gap: float | None, on_cpu: bool) -> Chunk | None:
-    """Of a prompt in a step: no larger than what was planned, and no slower than what running streams shall wait.
+    """Return the tokens of a prompt in a step: no more than planned, and no slower than running streams shall wait.
 
     Behind a whole context, where attention takes longest. None where nothing was planned or vLLM's arguments decide.
     """
@@ -87,7 +87,7 @@ def _chunk(planned: Serving | None, extra: Sequence[str], longest_gap: float | N
 
 
 def _context(planned: Serving | None, reserve: int | None) -> Iterator[str]:
-    """What `--explain` says of a context that was derived."""
+    """Yield what `--explain` says of a context that was derived."""
     if planned is not None and reserve is not None:
         window, context = planned.plan.question.geometry.max_context, planned.plan.placement.wanted.context
         yield f"context of {context:,} tokens: the window of {window:,} less {reserve:,}, in whole KV blocks"

@@ -168,7 +168,7 @@ def _start(request: ServeRequest, cpus: tuple[int, ...]) -> subprocess.Popen[byt
 
 
 def _failure(request: ServeRequest) -> MoetierError | None:
-    """What the engine said before it stopped, if it did."""
+    """Return what the engine said before it stopped, if it did."""
     path = request.settings.failure_file
     return None if path is None else read_failure(path)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 LOG_END_BYTES = 4 << 20
 """As far back as reasons are looked for."""
 MOST_LINES = 6
-"""Of one exception's message."""
+"""Lines of one exception's message, at most."""
 BURST = timedelta(seconds=60)
-"""What was raised longer before the last exception is another story."""
+"""Seconds: an exception that was raised longer before the last one is another story."""
 
 PREFIX = re.compile(r"^\((?P<source>[\w.:-]+) pid=\d+\) ?")
 TAG = re.compile(r"^(?P<level>[A-Z]+) (?P<time>\d\d-\d\d \d\d:\d\d:\d\d) (?P<place>\[[^\]]*\]) ?")
@@ -96,7 +96,7 @@ def reason(log: Path, ended: Sequence[tuple[str, int]] = (), for_memory: bool = 
 
 
 def by_signal(name: str, code: int, for_memory: bool = False) -> str | None:
-    """What an exit code says of a signal; None where it was none, or the one that we end processes by."""
+    """Return what an exit code says of a signal; None where it was none, or the one that we end processes by."""
     if code >= 0 or -code == signal.SIGTERM:
         return None
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""What the engine says of itself once it has started: its KV cache, and the device's memory.
+"""Figures of an engine that has started: its KV cache, and the device's memory.
 
 How many blocks a request takes depends on context, batch and scheduling, and differs between groups of layers, so it is
 the engine's own answer, written to a small file that the launcher reads.
@@ -19,7 +19,7 @@ NAME = "started.json"
 
 @dataclass(frozen=True)
 class Started:
-    """Of the first rank. kv_bytes: allocated for it; device_bytes: in use on its device, None on the CPU."""
+    """Figures of the first rank. kv_bytes: allocated for it; device_bytes: in use on its device, None on the CPU."""
 
     kv_bytes: int
     blocks: int

@@ -1,4 +1,4 @@
-"""What vLLM takes for granted around it, looked at before it starts.
+"""Look at what vLLM takes for granted around it, before it starts.
 
 Each look finds all well, or says what cures it (variables for the server's environment, one line to say), or raises the
 one sentence that a person needs. A cure is ours where a folder or a smaller size of our own does as well.
@@ -24,9 +24,9 @@ from moetier.vllm_arguments import has
 MIB = 2**20
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 BROADCAST_MIB, ANSWERS_MIB = 160, 240
-"""What vLLM's queues take of /dev/shm: from the engine to all workers, and from each worker."""
+"""MiB of /dev/shm for vLLM's queues: from the engine to all workers, and from each worker."""
 QUEUE_CHUNKS = 10
-"""Of each queue; larger messages than a chunk go through a socket."""
+"""Chunks of each queue; larger messages than a chunk go through a socket."""
 SPARE_MIB = 8
 """Left free in /dev/shm beside the queues."""
 CHUNK_VARIABLE = "VLLM_MQ_MAX_CHUNK_BYTES_MB"

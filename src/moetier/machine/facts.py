@@ -1,4 +1,4 @@
-"""What is known of a machine: the typed object that `moetier doctor --json` writes and `moetier plan --machine` reads.
+"""Facts of a machine: the typed object that `moetier doctor --json` writes and `moetier plan --machine` reads.
 
 None means "not known", never "none": an empty tuple of GPUs says that there is no GPU. Sizes are bytes, rates bytes a
 second, times seconds. A machine that is only described (`plan --gpus 4x32GB`) is the same object with fewer facts.
@@ -69,11 +69,11 @@ class Memory(Fact):
     """Host memory."""
 
     total_bytes: Positive
-    """Of the host, whoever may use it."""
+    """Bytes of the host, whoever may use them."""
     limit_bytes: Positive
-    """What this process may ever use."""
+    """Bytes that this process may ever use."""
     available_bytes: Count
-    """What it could still take when it was asked."""
+    """Bytes that it could still take when it was asked."""
     limited_by: str | None = None
     """The file whose limit is `limit_bytes`; None: the host's size."""
     memlock_bytes: Count | None = None
@@ -120,7 +120,7 @@ class Disk(Fact):
     path: str
     filesystem: str | None = None
     device: str | None = None
-    """What is mounted there, such as /dev/nvme0n1p1: rates belong to it."""
+    """The mounted device, such as /dev/nvme0n1p1: rates belong to it."""
     size_bytes: Count | None = None
     free_bytes: Count | None = None
     rotational: bool | None = None
@@ -132,7 +132,7 @@ class Disk(Fact):
 
 
 class DramRate(Fact):
-    """What this many threads read together."""
+    """Read rate of this many threads together."""
 
     threads: Positive
     bytes_per_s: Speed
@@ -154,7 +154,7 @@ class KernelRate(Fact):
     ops_per_s: Speed
     """A multiply and an add are two."""
     peak_ops_per_s: Speed
-    """What the same threads reach without memory."""
+    """Rate of the same threads without memory."""
 
 
 class GpuRate(Fact):
@@ -180,7 +180,7 @@ class Rates(Fact):
     """Measured, or stated by the user. An empty tuple: not measured."""
 
     identity: str
-    """Of the hardware they were measured on (`hardware_identity`), or "described"."""
+    """Identity of the hardware they were measured on (`hardware_identity`), or "described"."""
     measured_at: str | None = None
     """UTC, ISO 8601."""
     others_cpus: float | None = Field(default=None, ge=0)
@@ -196,7 +196,7 @@ class Rates(Fact):
 
 
 class Verdict(StrEnum):
-    """What a finding means for the user."""
+    """Meaning of a finding for the user."""
 
     FINE = "fine"
     SLOW = "slow"
@@ -213,7 +213,7 @@ class Finding(Fact):
 
 
 class Answer(StrEnum):
-    """What is known."""
+    """Whether a model type is known to work."""
 
     WORKS = "works"
     FAILS = "fails"

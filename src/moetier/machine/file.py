@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Fact)
 
 
 def read_machine(path: Path) -> Machine:
-    """What `doctor --json` wrote; SettingsError for a file that is none."""
+    """Read what `doctor --json` wrote; SettingsError for a file that is none."""
     return _read(path, Machine, "a machine's facts", "moetier doctor --json")
 
 

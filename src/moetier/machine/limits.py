@@ -1,4 +1,4 @@
-"""What this process may use of the machine: memory and CPUs, with the container's limits before the host's.
+"""Limits of this process on the machine: memory and CPUs, with the container's limits before the host's.
 
 `root` is where /proc and /sys are found: tests give a folder with files of other machines.
 """
@@ -89,7 +89,7 @@ def compute_cpus(cpus: Sequence[int]) -> tuple[int, ...]:
 
 
 def hybrid_threads(threads: int) -> int:
-    """Of so many threads, those that compute misses: the engine's own thread launches the device's work meanwhile.
+    """Return how many of so many threads compute misses: the engine's own thread launches the device's work meanwhile.
 
     Every layer waits for the slowest thread, so one that has to share its CPU costs more than it computes.
     """

@@ -1,1 +1,1 @@
-"""What a model will do on a machine: geometry from headers, placement, prediction, and corrections from benchmarks."""
+"""Predict a model on a machine: geometry from headers, placement, prediction, corrections from benchmarks."""

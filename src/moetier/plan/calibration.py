@@ -1,4 +1,4 @@
-"""What a benchmark taught about a machine: factors on the costs of a prediction, with the evidence for each.
+"""Corrections of a machine by a benchmark: factors on the costs of a prediction, with the evidence for each.
 
 A measurement that differs from its prediction is laid to one cost: the one whose own uncertainty reaches furthest in
 that metric, or the one that the user names. Its factor is found by halving, so that the prediction then meets the
@@ -30,7 +30,7 @@ LARGEST_RESULT = 256 << 20
 FARTHEST = 16.0
 """A cost that must be so many times another says that something else is wrong."""
 MEASURED_SPREAD = 0.05
-"""Of a cost after its correction: repeated runs of one benchmark differ by that much."""
+"""Spread of a cost after its correction: repeated runs of one benchmark differ by that much."""
 _TTFT = re.compile(r"ttft_(\d{1,7})(k?)_s")
 
 Factor = Annotated[float, Field(gt=1 / FARTHEST, lt=FARTHEST)]

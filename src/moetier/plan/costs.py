@@ -1,4 +1,4 @@
-"""What a step costs beside bytes over rates: few constants, each with its source and how far it may be off.
+"""Costs of a step beside bytes over rates: few constants, each with its source and how far it may be off.
 
 An engine profile is the time outside the experts of one engine on one kind of device. `published` ones were worked out
 from one machine's published rows, `assumed` ones were not measured by anybody; `moetier calibrate` corrects both.
@@ -34,7 +34,7 @@ class Engine:
     host: Known
     """Scheduling and launching a step on the host, while the device computes the one before: the least a step takes."""
     sequence: Known
-    """What each running sequence adds to that: its tokens are scheduled, taken in and sent."""
+    """Seconds that each running sequence adds to that: its tokens are scheduled, taken in and sent."""
     launch: Known
     """A layer of a prompt's step, for which there is no graph, on the host, while the device computes those before."""
     start: Known
@@ -104,7 +104,7 @@ COMMON = {
     "scan_share": Known(0.0205, 0.4, FOUR + "87 to 70 tokens/s from 2K to 512K of context, by indexer bytes"),
     "kv_share": Known(0.6, 0.3, "assumed: of the device's copy rate, by attention over the whole context"),
 }
-"""What no machine and no engine changes. From `begin` to `ops_share` they are our kernels' (kernels.py says how they
+"""Costs that no machine or engine changes. From `begin` to `ops_share` they are our kernels' (kernels.py says how they
 are used); benchmarks/plan/against.py says what a run gives."""
 
 

@@ -15,7 +15,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 _SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT]?I?)B?\s*", re.IGNORECASE)
 MOST_GPUS = 64
 KINDS = re.compile(r"(?:^|[^a-z0-9.])[0-9]{1,9}\s*x\s*[a-z0-9]|[,;+&]|\band\b", re.IGNORECASE)
-"""What begins a kind of card in a text, or stands between two."""
+"""Words that begin a kind of card in a text, or stand between two."""
 SMALLEST, LARGEST = 2, 400
 RECORD = 16 << 20
 DESCRIBED_THREADS = 16

@@ -1,4 +1,4 @@
-"""What of a model decides where it fits and how fast it is: sizes, bytes by part, and its KV cache. Facts only."""
+"""Facts of a model that decide where it fits and how fast it is: sizes, bytes by part, and its KV cache. Facts only."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class KvFormat(Facts):
     """KV cache in one number format, whole model."""
 
     bytes_per_token: float = Field(ge=0)
-    """What grows with the context."""
+    """Bytes that grow with the context."""
     bytes_per_sequence: Count = 0
     """Sliding windows and recurrent states."""
 
@@ -125,7 +125,7 @@ class Geometry(Facts):
     moe_layers: Positive
     hidden: Positive
     intermediate: Positive
-    """Of one routed expert."""
+    """Intermediate size of one routed expert."""
     experts: Annotated[int, Field(gt=0, le=1 << 16)]
     top_k: Positive
     expert_format: str = "mxfp4"

@@ -35,14 +35,14 @@ class Known:
 LANE_GBPS = {2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """PCIe's payload in GB/s a lane, before packet headers."""
 LINK_SHARE = 0.87
-"""Of that, what copies from pinned memory reach: 54.5 of 63 GB/s on a PCIe 5 x16 link (docs/device-kernels.md)."""
+"""Share of that which copies from pinned memory reach: 54.5 of 63 GB/s on PCIe 5 x16 (docs/device-kernels.md)."""
 COPY_SHARE = 0.875
-"""Of a device memory's nominal rate, what copies in it reach: 4.2 of 4.8 TB/s on an H200 (docs/device-kernels.md)."""
+"""Share of device memory's nominal rate that copies in it reach: 4.2 of 4.8 TB/s, H200 (docs/device-kernels.md)."""
 DDR = {"DDR3": 1866, "DDR4": 3200, "DDR5": 4800}
 DRAM_SHARE = 0.80
-"""Of the channels' nominal rate, what reads from many threads reach. Assumed; doctor --measure replaces it."""
+"""Share of the channels' nominal rate that reads from many threads reach. Assumed; doctor --measure replaces it."""
 KERNEL_SHARE = 0.85
-"""Of what reads reach, what the CPU's kernel reaches beyond CALL. Ours reach 0.94 of 134 GB/s on 16 cores, and 0.92 of
+"""Share of the reads' rate that the CPU's kernel reaches beyond CALL. Ours reach 0.94 of 134 GB/s on 16 cores, 0.92 of
 what reads reach in a server's own measurement at its start (docs/performance.md, docs/hybrid.md); doctor --measure
 replaces it."""
 CALL = 50e-6
@@ -168,7 +168,7 @@ def _dram_rate(rates: Rates, machine: Machine) -> Known:
 
 
 def _cpu_rate(rates: Rates, dram: Known, record: RecordLayout | None) -> tuple[Known, Known]:
-    """What a record and what a call costs: from the measured kernel of the nearest shape, else a share of the reads.
+    """Return costs of a record and a call: from the measured kernel of the nearest shape, else a share of the reads.
 
     A call of one expert and one of a token's experts differ in nothing but their bytes.
     """

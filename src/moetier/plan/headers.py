@@ -38,7 +38,7 @@ EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 
 @dataclass(frozen=True)
 class Headers:
-    """What headers and config say of a model: the facts, whose geometry is worked out when it is asked for."""
+    """A model by its headers and config: the facts, whose geometry is worked out when it is asked for."""
 
     name: str
     source: str
@@ -62,12 +62,12 @@ class Headers:
 
 
 def read_folder(folder: Path, kv_bytes_per_token: float | None = None) -> Geometry:
-    """Of a checkpoint on this machine."""
+    """Read those of a checkpoint on this machine."""
     return folder_headers(folder).geometry(kv_bytes_per_token)
 
 
 def folder_headers(folder: Path) -> Headers:
-    """Of a checkpoint on this machine."""
+    """Read those of a checkpoint on this machine."""
     config, _ = read_config(folder)
     shards, origin = Shards.open(folder), Origin.read(folder)
     trimmed = (None, ()) if origin is None else (origin.source_format, origin.moe_layers)
@@ -78,13 +78,13 @@ def folder_headers(folder: Path) -> Headers:
 def read_hub(
     source: str, kv_bytes_per_token: float | None = None, patience: Patience | None = None
 ) -> tuple[Geometry, int]:
-    """Of hf://ORG/NAME[@REVISION], and the bytes that were fetched for it."""
+    """Read those of hf://ORG/NAME[@REVISION], and count the bytes that were fetched for it."""
     found = hub_headers(source, patience)
     return found.geometry(kv_bytes_per_token), found.fetched
 
 
 def hub_headers(source: str, patience: Patience | None = None) -> Headers:
-    """Of hf://ORG/NAME[@REVISION]."""
+    """Read those of hf://ORG/NAME[@REVISION]."""
     repository = open_repository(source)
     fetcher = _Counting(Fetcher(repository.headers, patience))
     with tempfile.TemporaryDirectory(prefix="moetier-") as scratch:

@@ -1,4 +1,4 @@
-"""What the experts of one layer call take on the device: the kernels that so many tokens are given to.
+"""Time of the experts of one layer call on the device: the kernels that so many tokens are given to.
 
 Three kinds (kernels/cuda): one launch for one token (one.cu); for a few, launches that read an expert once for GROUP of
 its pairs (decode.cu); for more than FEW_PAIRS pairs, tiles of TILE pairs of one expert (prefill.cu), which unpack its

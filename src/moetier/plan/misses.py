@@ -1,4 +1,4 @@
-"""What the missed experts of a layer take, divided as the device divides them: CPU and link end together.
+"""Time of the missed experts of a layer, divided as the device divides them: CPU and link end together.
 
 A call of `n` missed records has k of them streamed, which the device computes with its own experts once they are there,
 while the CPU computes the others, slower while the link reads the same DRAM. It ends after the slowest of CPU, link and
@@ -55,7 +55,7 @@ class Split:
         return self.divided(records, chosen)[:, 0]
 
     def divided(self, records: NDArray[np.float64], streamed: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of calls with so many missed records, of which so many are streamed."""
+        """Return the time of calls with so many missed records, of which so many are streamed."""
         on_cpu, link = records - streamed, streamed * self.link
         slowed = np.minimum(on_cpu * self.cpu / (1 - self.slowed), on_cpu * self.cpu + self.slowed * link)
         cpu = np.where(on_cpu > 0, self.call + slowed, 0.0)

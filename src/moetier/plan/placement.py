@@ -33,7 +33,7 @@ STAGED_IN_DRAM: int = Settings.model_fields["staging_records"].default
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asks for; None: as it fits."""
+    """Values that the user asks for; None: as it fits."""
 
     context: int
     streams: int = 1
@@ -57,7 +57,7 @@ class Placement:
     ranks: int
     kv_format: str
     slots: int
-    """Of a layer, records that devices hold together."""
+    """Records of a layer that devices hold together."""
     dram_records: int
     residents: int
     tables: str
@@ -147,7 +147,7 @@ def _check(geometry: Geometry, wanted: Wanted) -> None:
 
 
 def kv_bytes(geometry: Geometry, kv_format: str, ranks: int, context: int, streams: int) -> int:
-    """Of one rank."""
+    """Return the bytes of one rank."""
     size = geometry.kv.formats[kv_format]
     whole = streams * (context * size.bytes_per_token + size.bytes_per_sequence)
     return int(whole / min(ranks, geometry.kv.heads))

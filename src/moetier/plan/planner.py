@@ -17,17 +17,17 @@ from moetier.plan.placement import Placement, Wanted, kv_bytes, nearest, place
 from moetier.plan.predict import Case, Draft, band, decode_rate
 
 OVERHEAD_SPREAD = 0.35
-"""Of what processes take beside weights, records and KV cache: most of it is assumed or from one machine."""
+"""Spread of what processes take beside weights, records and KV cache: most of it is assumed or from one machine."""
 TRACED_SPREAD, FOREIGN_SPREAD = 0.04, 0.16
-"""Of a curve's skew: counted in a trace of the traffic itself; taken from another model (twice that of its own)."""
+"""Spread of a curve's skew: of a trace of the traffic itself; of another model (twice that of its own)."""
 RECORD_SPREAD = 0.03
-"""Of records in DRAM: pages of tables, alignment, pinning."""
+"""Spread of records in DRAM: pages of tables, alignment, pinning."""
 OVERHEADS = ("processes", "rank", "workspace", "staging", "context and graphs", "rows of tables")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked."""
+    """A question to the planner."""
 
     geometry: Geometry
     machine: Machine
@@ -158,7 +158,7 @@ def _is_overhead(part: str) -> bool:
 
 
 def exchange_of(case: Case, costs: Costs) -> Exchange | None:
-    """What a slot more costs in context and brings in speed; None without slots to trade."""
+    """Return what a slot more costs in context and brings in speed; None without slots to trade."""
     g, p = case.geometry, case.placement
     if not case.hardware.gpus or not 0 < p.slots < g.experts:
         return None

@@ -20,7 +20,7 @@ from moetier.plan.placement import Placement
 from moetier.plan.workload import Workload
 
 FORM = 0.12
-"""What the form of the model leaves out, whatever its costs: the published rows are met within 18 %, half of them
+"""Spread of what the model's form leaves out, whatever its costs: the published rows are met within 18 %, half of them
 within 7 % (tests/plan/test_published.py)."""
 EVEN = 6
 """Arithmetic and what is moved hide behind each other unless they take as long: then each waits for the other now and
@@ -40,7 +40,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Case:
-    """What is predicted."""
+    """A case to predict."""
 
     geometry: Geometry
     hardware: Hardware
@@ -65,7 +65,7 @@ def _with_host(parts: dict[str, float], costs: Costs, streams: int) -> dict[str,
 
 
 def _target_parts(case: Case, costs: Costs, streams: int, rows: float) -> dict[str, float]:
-    """Of a step with `rows` tokens, the drafter's and the host's time left out."""
+    """Return the parts of a step with `rows` tokens, the drafter's and the host's time left out."""
     g, p, work = case.geometry, case.placement, case.workload.bent(costs.skew.value)
     dense_rate = (costs.dram_rate.value if case.on_cpu else costs.gpu_rate.value * costs.dense_share.value) * p.ranks
     parts = {
@@ -114,7 +114,7 @@ def _cpu_experts(case: Case, costs: Costs, work: Workload, rows: float) -> dict[
 
 
 def _split(case: Case, costs: Costs, work: Workload, rows: float, device: float) -> Split:
-    """What one missed record costs by each way; with several tokens an expert, arithmetic may bound the CPU.
+    """Return what one missed record costs by each way; with several tokens an expert, arithmetic may bound the CPU.
 
     device: seconds of a layer's experts in slots.
     """

@@ -24,7 +24,7 @@ LABELS = {
 
 
 def unit_of(name: str) -> str:
-    """Of a metric in LABELS."""
+    """Return the unit of a metric in LABELS."""
     return "tokens/s" if name.endswith("tok_s") else "s"
 
 
@@ -171,7 +171,7 @@ def compared(first: Plan, second: Plan, names: tuple[str, str]) -> Iterator[str]
 
 
 def change(plan: Plan, other: Plan) -> Iterator[str]:
-    """What differs from `plan` in `other`: what an override changes; one speed of decode where there is but one."""
+    """Yield what differs from `plan` in `other`, as of an override; one speed of decode where there is but one."""
     wanted = other.placement.wanted
     same = {"decode_streams_tok_s"} if wanted.streams == 1 else set()
     same |= set() if wanted.draft else {"decode_no_draft_tok_s"}

@@ -42,7 +42,7 @@ NAMED = {
 }
 DEFAULT = "mixed"
 POLICY: str = Settings.model_fields["policy"].default
-"""What a server runs unless told otherwise."""
+"""The policy that a server runs unless told otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def prompts(self) -> Workload:
-        """What prompts ask for: text of all kinds, whatever the answers repeat; a trace speaks for itself."""
+        """Popularity in prompts: text of all kinds, whatever the answers repeat; a trace speaks for itself."""
         if self.trace is not None or self.name == DEFAULT:
             return self
         return named(DEFAULT, self.chances.size, round(self.top_k))
@@ -117,7 +117,7 @@ class Workload:
 
 
 def routed(chances: NDArray[np.float64], rows: float) -> NDArray[np.float64]:
-    """Of each expert, that any of `rows` tokens is routed to it, where one is with these chances."""
+    """Return the chance of each expert that any of `rows` tokens is routed to it, where one is with these chances."""
     likely: NDArray[np.float64] = 1 - (1 - np.minimum(chances, 1.0)) ** rows
     return likely
 

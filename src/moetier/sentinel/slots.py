@@ -15,7 +15,7 @@ from moetier.tiers.slots import ABSENT
 
 
 class WatchedSlots:
-    """Of a model's layers, which may grow. On a CPU device copies happen at once."""
+    """The slots of a model's layers, which may grow. On a CPU device copies happen at once."""
 
     def __init__(self, tiers: TieredModel, layers: Sequence[HybridLayer], device: torch.device) -> None:
         self._tiers, self._layers = tiers, layers

@@ -33,7 +33,7 @@ from moetier.tiers.part import Part
 logger = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.002
-"""Of checks between two rests, at least: waking the thread costs some 50 us of its own."""
+"""Seconds of checks between two rests, at least: waking the thread costs some 50 us of its own."""
 TRIES = 3
 """Looks at a record of which bytes were wrong and which moved meanwhile, before its turn is over."""
 
@@ -85,7 +85,7 @@ class Sentinel:
         self._pool = ThreadPool(1)
         others = [isa for isa in available_isas() if isa != tiers.kernel.isa]
         self.isa = others[0] if others else tiers.kernel.isa
-        """Of the second opinion; the serving one where the machine has no other."""
+        """Instruction set of the second opinion; the serving one where the machine has no other."""
         self._second = tiers.make_kernel(self.isa, self._pool, 1)
         self._slots: Slots | None = None
         self._turn: Iterator[None] = iter(())

@@ -36,7 +36,7 @@ PLAN = "build.json"
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did. bytes counts the record files; seconds is wall time."""
+    """Report of a build. bytes counts the record files; seconds is wall time."""
 
     store: str
     checkpoint: str
@@ -56,7 +56,7 @@ class BuildReport:
     """Whether the checkpoint's whole content was read, to record its hash or to compare it."""
     seconds: float
     losses: dict[int, dict[str, float]]
-    """What re-quantization did, per layer number; empty where the values are the checkpoint's own."""
+    """Losses by re-quantization, per layer number; empty where the values are the checkpoint's own."""
 
 
 def build_store(

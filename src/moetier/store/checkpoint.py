@@ -42,7 +42,7 @@ class Checkpoint:
     family: Family
     config_bytes: bytes
     origin: Origin | None = None
-    """What a trimmed checkpoint was trimmed from; None: this one is whole."""
+    """Origin of a trimmed checkpoint; None: this one is whole."""
     left_out: tuple[LeftOut, ...] = ()
     """Draft layers that no store can hold; a trimmed checkpoint does not know of them, its store does."""
 
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @property
     def facts(self) -> Facts:
-        """What decides whether and how it is served."""
+        """Return the facts that decide whether and how it is served."""
         left_out = tuple(f"{one.number}: {one.reason}" for one in self.left_out)
         facts = Facts(str(self.path), self.config, self.tensors, TokenizerFiles.read(self.path), left_out=left_out)
         if self.origin is None:
@@ -159,7 +159,7 @@ class Checkpoint:
 
     @cached_property
     def identities(self) -> Identity:
-        """What this checkpoint, or the whole one that it was trimmed from, is known by."""
+        """Return the identities of this checkpoint, or of the whole one that it was trimmed from."""
         if self.origin is not None:
             return self.origin.identities
         return Identity(self.headers, sampled_identity(self.config_bytes, self.shards))

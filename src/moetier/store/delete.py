@@ -16,7 +16,7 @@ from moetier.store.work import Report
 
 @dataclass(frozen=True)
 class Deleted:
-    """What was deleted. bytes became free; stayed names each file whose bytes did not, and why."""
+    """Report of a deletion. bytes became free; stayed names each file whose bytes did not, and why."""
 
     bytes: int
     stayed: tuple[str, ...] = ()

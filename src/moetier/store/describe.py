@@ -63,7 +63,7 @@ def describe(
 
 
 def entry_before(before: fmt.Manifest | None, number: int, files: LayerFiles) -> fmt.LayerEntry | None:
-    """What the manifest of an earlier build says of a layer, if the layer's checksums are still those."""
+    """Return what the manifest of an earlier build says of a layer, if the layer's checksums are still those."""
     for entry in before.layers if before is not None else ():
         if entry.number == number and entry.sums_sha256 == hashlib.sha256(files.sums.read_bytes()).hexdigest():
             return entry

@@ -61,7 +61,7 @@ class Target:
 
     @cached_property
     def known(self) -> Identity:
-        """What the checkpoint is known by before the build; of one that is fetched meanwhile, its headers."""
+        """Return what the checkpoint is known by before the build; of one that is fetched meanwhile, its headers."""
         return self.checkpoint.known
 
     @property
@@ -75,7 +75,7 @@ class Target:
         return 8 * self.geometry.experts * self.geometry.slices
 
     def other_build(self, found: Manifest) -> str:
-        """What tells a store from this one, as expected and found; "" if nothing does."""
+        """Return what tells a store from this one, as expected and found; "" if nothing does."""
         if values := self.known.differs(found.checkpoint.identities):
             return f"expected checkpoint identity {values[0]}, found {values[1]}"
         if self.geometry.slices != found.slices:
@@ -84,7 +84,7 @@ class Target:
 
 
 class Finished:
-    """What lies at OUT."""
+    """The store at OUT."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.checkpoint = target, target.checkpoint

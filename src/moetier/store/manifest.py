@@ -57,14 +57,14 @@ class GeometryEntry(StrictModel):
 
 
 class FamilyEntry(StrictModel):
-    """What the model family does differently inside an expert."""
+    """Differences of the model family inside an expert."""
 
     swiglu_limit: float | None
     route_weight_before_down: bool
 
 
 class LossEntry(StrictModel):
-    """What re-quantization did to a layer's weights; docs/store.md says what each number means."""
+    """Losses of a layer's weights by re-quantization; docs/store.md says what each number means."""
 
     relative_rms: float
     sign_bias: float

@@ -56,7 +56,7 @@ def open_store(path: str | Path, checkpoint: Checkpoint) -> Store:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared: so many experts of so many layers; `skipped` are the numbers of the layers left out."""
+    """Report of a comparison: so many experts of so many layers; `skipped` are the numbers of the layers left out."""
 
     experts: int
     layers: int

@@ -24,7 +24,7 @@ class LayerName(StrictModel):
 
 
 class Origin(Sealed):
-    """What a trimmed checkpoint knows of the whole one."""
+    """Facts that a trimmed checkpoint has of the whole one."""
 
     format: Literal[1] = 1
     identity: str = Field(pattern=SHA256)

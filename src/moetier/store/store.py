@@ -102,7 +102,7 @@ class Store:
         return self._sums[layer]
 
     def problem(self, layer: int, expert: int, data: NDArray[np.uint8], first: int = 0) -> str:
-        """What is wrong with `data`, the bytes of a record from slice `first` on; "" if its checksums are right."""
+        """Say what is wrong with `data`, a record's bytes from slice `first` on; "" if its checksums are right."""
         expected = self._sums[layer][expert]
         for index, found in enumerate(slice_sums(self.layout, data, first), first):
             if found != int(expected[index]):
@@ -141,7 +141,7 @@ class Store:
         self.close()
 
     def _read_once(self, layer: int, expert: int, out: NDArray[np.uint8]) -> str:
-        """What is wrong with the record as it was read; "" if nothing is."""
+        """Return what is wrong with the record as it was read; "" if nothing is."""
         if out.size != self.manifest.record_stride:
             raise ValueError(f"a record has {self.manifest.record_stride} bytes, the buffer {out.size}")
         try:

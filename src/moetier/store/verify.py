@@ -30,7 +30,7 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found. bytes counts the records that were read; seconds is wall time."""
+    """Report of a verification. bytes counts the records that were read; seconds is wall time."""
 
     store: str
     layers: int

@@ -28,7 +28,7 @@ ATTEMPTS = 2
 
 @dataclass
 class DiskCounters:
-    """What the disk tier did since the start."""
+    """Counters of the disk tier since the start."""
 
     reads: int = 0
     bytes: int = 0
@@ -173,7 +173,7 @@ class DiskReader:
         logger.log(logging.DEBUG if (layer, expert) in self._said else logging.WARNING, "%s", text)
 
     def _attempt(self, layer: int, expert: int, out: NDArray[np.uint8]) -> tuple[str, bool]:
-        """What is wrong with the record ("": nothing), and whether all its bytes could be read."""
+        """Return what is wrong with the record ("": nothing), and whether all its bytes could be read."""
         where = (
             f"layer {self._store.manifest.layers[layer].number}, expert {expert} in {self._store.record_file(layer)}"
         )

@@ -92,7 +92,7 @@ class Heat:
         self._saved = counts
 
     def _of_others(self, path: Path) -> NDArray[np.uint64]:
-        """What the file holds now; where it is gone or no use, what we last knew of it."""
+        """Return what the file holds now; where it is gone or no use, what we last knew of it."""
         try:
             return _read(path, self._identity, self.counts.shape)
         except (MoetierError, *_UNREADABLE):

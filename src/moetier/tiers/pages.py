@@ -18,7 +18,7 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 class PageKind(StrEnum):
-    """What pages lie behind a mapping."""
+    """Kind of the pages behind a mapping."""
 
     EXPLICIT = "explicit"
     """2 MiB pages of the system's pool (vm.nr_hugepages)."""
@@ -29,11 +29,11 @@ class PageKind(StrEnum):
 
 @dataclass(frozen=True)
 class Pages:
-    """What the kernel says of a mapping."""
+    """The kernel's words about a mapping."""
 
     kind: PageKind
     huge_share: float
-    """Of the resident bytes, those on huge pages, 0 to 1."""
+    """Share of the resident bytes that is on huge pages, 0 to 1."""
 
     def __str__(self) -> str:
         return {

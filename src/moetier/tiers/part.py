@@ -50,7 +50,7 @@ class Part:
 
     @cached_property
     def layout(self) -> RecordLayout:
-        """Of the whole record."""
+        """Return the layout of the whole record."""
         return RecordLayout.of(self.geometry)
 
     @property

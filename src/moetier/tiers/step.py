@@ -1,4 +1,4 @@
-"""What the engine says about a step, as far as caching cares."""
+"""The engine's words about a step, as far as caching cares."""
 
 from __future__ import annotations
 

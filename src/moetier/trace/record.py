@@ -46,17 +46,17 @@ MAX_BLOCK = 1 << 30
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What was traced: a model's MoE layers (by index in the store), experts a layer, experts a token."""
+    """Header of a trace: a model's MoE layers (by index in the store), experts a layer, experts a token."""
 
     layers: int
     experts: int
     top_k: int
     identity: str
-    """Of the checkpoint, 64 hexadecimal digits."""
+    """Identity of the checkpoint, 64 hexadecimal digits."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of the ids in the file."""
+        """Type of the ids in the file."""
         return np.dtype(np.uint8 if self.experts < 256 else "<u2")
 
 

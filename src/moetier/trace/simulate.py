@@ -20,7 +20,7 @@ from moetier.trace.record import Trace, TracedCall, TraceHeader
 
 @dataclass(frozen=True)
 class Plan:
-    """What is simulated.
+    """A plan to simulate.
 
     slots: per layer. resident: how many of them are fixed by heat. fills: the most copies after a step, all layers
     together; None for no limit. learn: the share of the trace's steps that only teaches (heat and policy).
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass
 class Score:
-    """Of many steps. uses: distinct experts of a layer call, each a hit or a miss; pairs: (token, expert)."""
+    """Score of many steps. uses: distinct experts of a layer call, each a hit or a miss; pairs: (token, expert)."""
 
     steps: int = 0
     calls: int = 0

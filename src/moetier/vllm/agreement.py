@@ -22,7 +22,7 @@ OWN = frozenset({"failure_file", "counters_folder", "store", "heat_file"})
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank must have in common with the others."""
+    """Facts that a rank must have in common with the others."""
 
     version: str
     contract: str
@@ -30,7 +30,7 @@ class Facts:
     weights: str
     """Hash of every record's checksums."""
     geometry: str
-    """Of the store, its slices included."""
+    """Geometry of the store, its slices included."""
     layers: int
 
     @classmethod
@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Voice:
-    """What one rank tells the others: its facts and the records a layer it has room for, or why it cannot serve."""
+    """Words of one rank to the others: its facts and the records a layer it has room for, or why it cannot serve."""
 
     facts: Facts | None = None
     records: int = 0

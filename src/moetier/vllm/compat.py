@@ -1,4 +1,4 @@
-"""What we change in vLLM while it runs, each with the reason; its names that are not public are used here alone.
+"""Changes to vLLM while it runs, each with the reason; its names that are not public are used here alone.
 
 Written against vLLM 0.32.
 """

@@ -23,7 +23,7 @@ class MoetierConfig(QuantizationConfig):
         super().__init__()
 
     def __getattr__(self, name: str) -> Any:
-        """What models ask the checkpoint's own config, such as the size of its blocks, that one answers."""
+        """Answer what models ask the checkpoint's own config, such as the size of its blocks, that one answers."""
         delegate = self.__dict__.get("_delegate")
         if delegate is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}, nor has the checkpoint's own config")

@@ -33,7 +33,7 @@ RESTART_SECONDS = 60
 """When to try again at the earliest, if nothing better is known: a start takes about that."""
 UNAVAILABLE = 503
 NOT_REFUSED = ("/metrics", "/version")
-"""What may be asked of a server that ends; /health says that it does."""
+"""Paths that a server which ends still answers; /health says that it does."""
 
 
 class Draining:
@@ -123,7 +123,7 @@ class _Request:
         await task
 
     async def receive(self) -> Any:
-        """What the client sends; that it has gone, if the request is cut off."""
+        """Pass on what the client sends; that it has gone, if the request is cut off."""
         message = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait({message, self.cut}, return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +137,7 @@ class _Request:
         }
 
     async def send(self, message: Any) -> None:
-        """What vLLM answers; nothing more of it once the request is cut off."""
+        """Pass on what vLLM answers; nothing more of it once the request is cut off."""
         if self.cut.done():
             return
         if message["type"] == "http.response.start":

@@ -22,7 +22,7 @@ from xgrammar.structural_tag import (
 STYLE = "glm_xml"
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 PLAIN = {"type", "properties", "required", "additionalProperties", "description", "title", "$defs", "definitions"}
-"""What a schema may have whose properties stand for themselves."""
+"""Keys of a schema whose properties stand for themselves."""
 
 
 def arguments_of(schema: Any) -> Any | None:

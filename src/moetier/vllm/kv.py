@@ -1,4 +1,4 @@
-"""What vLLM's worker knows of its KV cache and its device, for the launcher."""
+"""Tell the launcher what vLLM's worker knows of its KV cache and its device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tell(worker: Any, kv_cache_config: Any) -> None:
 
 
 def _tensors(caches: Any) -> Iterator[torch.Tensor]:
-    """Of nested lists."""
+    """Yield the tensors of nested lists."""
     if isinstance(caches, torch.Tensor):
         yield caches
     else:

@@ -28,7 +28,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class LoadReport:
-    """What a load read and what it left to the store."""
+    """Report of a load: what it read, and what it left to the store."""
 
     tensors: int = 0
     bytes: int = 0

@@ -41,7 +41,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass(frozen=True)
 class Key:
-    """What may share tiers in a process: the same settings for the same files of a checkpoint.
+    """Key of what may share tiers in a process: the same settings for the same files of a checkpoint.
 
     files: name, size, inode and time of change of each, so that a checkpoint that was exchanged is another one.
     """

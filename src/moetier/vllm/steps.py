@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of each step reaches the tiers: thin subclasses of vLLM's workers, named by --worker-cls.
+"""Tell the tiers what vLLM's scheduler says of each step: thin subclasses of vLLM's workers, named by --worker-cls.
 
 The workers themselves are in cpu_worker.py and gpu_worker.py, since importing vLLM's prepares the process for that
 device. They rely on `load_model`, `initialize_from_config(kv_cache_config)`, `compile_or_warm_up_model`,
@@ -109,7 +109,7 @@ class StepAware:
 
 @contextmanager
 def _last_words() -> Iterator[None]:
-    """What ends the engine's process leaves its reason in the log and for the launcher, whoever raised it."""
+    """Leave the reason of what ends the engine's process in the log and for the launcher, whoever raised it."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What cannot be served exactly is refused at load, in one sentence each."""
+"""Refuse at load what cannot be served exactly, in one sentence each."""
 
 from __future__ import annotations
 

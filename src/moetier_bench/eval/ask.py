@@ -165,7 +165,7 @@ def read(connected: OpenAI, server: Server, item: Text) -> Result:
 
 
 def answer_of(answer: ChatCompletion, item: Item) -> str | dict[str, Any] | list[dict[str, Any]]:
-    """What is compared with the expected: the text after the thinking, stripped; or the call (a list if not one)."""
+    """Return the answer to compare: the text after the thinking, stripped; or the call (a list if not one)."""
     message = answer.choices[0].message
     if isinstance(item.expected, str):
         return (message.content or "").rpartition(CLOSE_THINKING)[2].strip()

@@ -103,7 +103,7 @@ class QualityModel:
         return tokens[:end]
 
     def inputs(self, tokens: Sequence[int]) -> dict[int, LayerInput]:
-        """What the layers are called with, by layer number, while the model reads one sequence."""
+        """Return what the layers are called with, by layer number, while the model reads one sequence."""
         with self._recording() as calls:
             self.logits(tokens)
         return calls

@@ -108,7 +108,7 @@ def read(model: QualityModel, item: Text) -> Result:
 
 
 def answer_of(text: str, item: Item) -> str | dict[str, Any] | list[dict[str, Any]]:
-    """What is compared with the expected: the text after the thinking, stripped; or the call (a list if not one)."""
+    """Return the answer to compare: the text after the thinking, stripped; or the call (a list if not one)."""
     if isinstance(item.expected, str):
         return text.rpartition(CLOSE_THINKING)[2].strip()
     calls = [_call(name.strip(), arguments, item) for name, arguments in CALL.findall(text)]

@@ -45,7 +45,7 @@ class Quality(Probe):
         return self.max_tokens
 
     async def measure(self, target: Target) -> Raw:
-        """What answered is not kept, only whether it was right and how long it was."""
+        """Return what answered is not kept, only whether it was right and how long it was."""
         items, skipped = _load(target.sets, self.tasks, self.limit)
         server = Server(f"{target.url}/v1", target.endpoint.model, target.api_key, self.max_tokens, retries=0)
         # One text at a time: the server's logits of a whole text take far more memory than those of an answer.

@@ -1,4 +1,4 @@
-"""What every source format offers: the experts of one layer as MXFP4 matrices, read one at a time."""
+"""Interface of every source format: the experts of one layer as MXFP4 matrices, read one at a time."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from moetier.contract.requantize import Rows
 from moetier.errors import CheckpointError
 
 SCALE_SUFFIXES = ("weight_scale_inv", "scale", "weight_scale")
-"""What the scales are called. All of them multiply, whatever the name says."""
+"""Names of the scales. All of them multiply, whatever the name says."""
 SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
 DEFAULT_BLOCK = (128, 128)
 

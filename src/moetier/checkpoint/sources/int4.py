@@ -56,7 +56,7 @@ class Int4Source(PerExpertSource, Requantizing):
         return values
 
     def _check_shape(self, name: str, rows: int, k: int) -> None:
-        """What the checkpoint says of the unpacked shape must be the shape of what is packed."""
+        """Require that the unpacked shape that the checkpoint states is that of what is packed."""
         shape = self.shards.tensors.get(f"{name}.weight_shape")
         if shape is None:
             return

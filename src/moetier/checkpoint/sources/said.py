@@ -1,4 +1,4 @@
-"""What config.json says of the experts' quantization, against what their tensors are.
+"""Hold config.json's words about the experts' quantization against their tensors.
 
 Where both contradict each other one of them is wrong, and nobody can tell which: refused. Algorithms that change the
 experts' input (rotations, AWQ's and SmoothQuant's scales) want arithmetic that the contract does not have.
@@ -157,7 +157,7 @@ def _algorithm_values(quantization: dict[str, Any], modules: list[str]) -> Itera
 
 
 def _algorithms(quantization: dict[str, Any], modules: list[str]) -> set[str]:
-    """What modelopt calls the experts' algorithm: the one of the layer, where it says one for each."""
+    """Return what modelopt calls the experts' algorithm: the one of the layer, where it says one for each."""
     values = list(_algorithm_values(quantization, modules))
     own = {value for key, value in values if key.startswith("quantized_layers")}
     return own or {value for key, value in values if key == "quant_algo"}

@@ -17,7 +17,7 @@ READ_BYTES = 1 << 30
 """Read at a time: beyond every last-level cache but those of the largest servers."""
 LEAST_READ_BYTES = 64 << 20
 MEMORY_SHARE = 0.25
-"""Of the available memory, what the reading may take."""
+"""Share of the available memory that the reading may take."""
 READS = 7
 EXPERTS = 128
 """Records of the layer that the kernel is timed with: beyond the caches, and fewer than a model has."""

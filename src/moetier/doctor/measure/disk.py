@@ -24,7 +24,7 @@ from moetier.machine.facts import Disk, DiskRate
 BLOCK = 4096
 DEPTHS = (1, 2, 4, 8, 16, 32)
 SECONDS = 1.0
-"""Of reading at each depth."""
+"""Seconds of reading at each depth."""
 GLANCE = 0.05
 """Seconds between two looks for Ctrl-C."""
 LEAST_READS = 8
@@ -32,12 +32,12 @@ SPAN = 1 << 30
 """Bytes to read from: more than a disk's own cache."""
 PIECE = 16 << 20
 FREE_SHARE = 0.1
-"""Of the free space, what the file may take."""
+"""Share of the free space that the file may take."""
 
 
 @dataclass(frozen=True)
 class _Target:
-    """What is read from: open files with their sizes, and whether reads pass the page cache."""
+    """Open files to read from with their sizes, and whether reads pass the page cache."""
 
     files: tuple[tuple[int, int], ...]
     direct: bool

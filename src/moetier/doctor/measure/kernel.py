@@ -40,7 +40,7 @@ MOST_OF_LIMIT = 1.05
 """A ratio above it cannot be: then the limit was measured wrongly, or the records lay in a cache."""
 ATTEMPTS = 3
 MEMORY_SHARE = 0.4
-"""Of the available memory, what the records may take; fewer experts are used where all would not fit."""
+"""Share of the available memory that the records may take; fewer experts are used where all would not fit."""
 
 
 class ImpossibleRateError(MoetierError):
@@ -62,9 +62,9 @@ class Row:
     gops: float
     """Multiplies and adds a second, 1e9."""
     read_gbps: float
-    """What the same threads read from the same memory, measured in between the calls of this row."""
+    """Read rate of the same threads from the same memory, measured in between the calls of this row."""
     peak_gops: float
-    """What the same threads reach in the kernel set's own dot product without memory."""
+    """Rate of the same threads in the kernel set's own dot product without memory."""
     ratio_to_limit: float
     """Least possible time by the nearer of the two limits, divided by the time."""
 

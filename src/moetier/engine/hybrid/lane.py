@@ -28,7 +28,7 @@ class Lane:
         copy_to_device(target, source, size, self._stream)
 
     def after(self, mark: Mark) -> None:
-        """What is copied from now on waits for `mark` of the computing stream."""
+        """Let all copies from now on wait for `mark` of the computing stream."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark)
 
@@ -46,6 +46,6 @@ class Lane:
         return None if self._stream is None else torch.cuda.current_stream(self._index).record_event()
 
     def compute_after(self, mark: Mark) -> None:
-        """What the current stream is given from now on waits for `mark`."""
+        """Let the current stream wait for `mark` from now on."""
         if mark is not None:
             torch.cuda.current_stream(self._index).wait_event(mark)

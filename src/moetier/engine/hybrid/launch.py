@@ -1,4 +1,4 @@
-"""What the engine says of a step that it is about to launch, in two numbers that are not the same."""
+"""A step that the engine is about to launch, in two numbers that are not the same."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ MANY_PAIRS = 8
 
 @dataclass(frozen=True)
 class Shared:
-    """What the layers of a model share. lock: held by whoever changes what is in DRAM."""
+    """State that the layers of a model share. lock: held by whoever changes what is in DRAM."""
 
     path: HybridPath
     streamer: Streamer | None
     kernel: CpuExperts
     bytes: int
-    """Of a record: this rank's part."""
+    """Bytes of this rank's part of a record."""
     lock: Lock
     context: Context
 
@@ -52,7 +52,7 @@ class Copied:
 
 
 class OpenRequest(Protocol):
-    """What whoever helps with a request asks the mailbox, or tells it."""
+    """Interface of the mailbox to whoever helps with a request."""
 
     def forget(self, request: Request, expert: int) -> None:
         """Called before the DRAM of an expert is overwritten; OvertakenError where others may be reading it."""
@@ -85,7 +85,7 @@ class HybridLayer:
 
     @property
     def index(self) -> int:
-        """Of the layer in the store."""
+        """Return the layer's index in the store."""
         return self.tables.index
 
     @property
@@ -133,7 +133,7 @@ class HybridLayer:
             streamer.ahead(self.index, list(zip(experts, self.tier.addresses[experts].tolist(), strict=True)))
 
     def forget_ahead(self) -> None:
-        """What comes next on the current stream may be calls that the device plans, in graphs or not."""
+        """Drop what was streamed ahead: the current stream may go on with calls that the device plans."""
         if self._shared.streamer is not None:
             self._shared.streamer.forget()
 
@@ -181,7 +181,7 @@ class HybridLayer:
 
     @property
     def record_bytes(self) -> int:
-        """Of a record, this rank's part."""
+        """Return the bytes of this rank's part of a record."""
         return self._shared.bytes
 
     def record_at(self, address: int) -> torch.Tensor:

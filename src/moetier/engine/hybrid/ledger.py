@@ -64,7 +64,7 @@ class StagingLedger:
         self.replayed = True
 
     def host_takes(self) -> None:
-        """What compute was given so far is waited for; from now on the lane writes."""
+        """Wait for what compute was given so far; from now on the lane writes."""
         self.writer = Writer.HOST
 
     def ahead(self, layer: int) -> None:

@@ -248,7 +248,7 @@ class HybridModel:
             self.tiers.check_records(layer.index, layer.tier)
 
     def counts(self) -> dict[str, int]:
-        """What the device and the mailbox counted. Waits for the device."""
+        """Return what the device and the mailbox counted. Waits for the device."""
         calls, nanoseconds, helps, alone = self._mailbox.counts()
         device = dict(zip(COUNTS, map(int, self._counts.sum(0).cpu()), strict=True))
         return device | {"cpu_calls": calls, "cpu_ns": nanoseconds, "helped": helps, "alone": alone}

@@ -1,4 +1,4 @@
-"""What a missed expert costs on this machine, measured with the kernels, records and memory that will serve."""
+"""Costs of a missed expert on this machine, measured with the kernels, records and memory that will serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moetier.kernels.cuda.hybrid import ALL_CPU, Costs
 from moetier.tiers.link import copy_to_device
 
 TOKENS, CALLS, AWAKE_NS = 4, 8, 100_000_000
-"""Of a call on the device that is measured; such calls in a graph; how long it is busy before."""
+"""Tokens of a measured call on the device; such calls in a graph; nanoseconds that it is busy before."""
 WARM, ROUNDS, EXPERTS, PAIRS = 3, 9, 8, 32
 """Calls before the measured ones, which wake the threads; calls that a figure is the median of; experts of a call of
 many, and pairs of each in a call that computes much."""
@@ -67,7 +67,7 @@ def measure_costs(
     rng = np.random.default_rng(0)
 
     def cpu_ns(count: int, each: int, copies: int = 0) -> tuple[float, float]:
-        """Of a call, and of one of the copies to the device that are made meanwhile."""
+        """Nanoseconds of a call, and of one of the copies to the device that are made meanwhile."""
         call, times = _call(kernel, count, each), []
         for _ in range(WARM + ROUNDS):
             table = np.zeros(kernel.geometry.experts, np.uint64)
@@ -113,7 +113,7 @@ def _call(kernel: CpuExperts, experts: int, pairs: int) -> Callable[[NDArray[np.
 
 
 def _pair_ns(g: LayerGeometry, calls: DeviceCalls, device: torch.device) -> float:
-    """Of a token's expert in a captured call of a few tokens, all of which have slots."""
+    """Return the nanoseconds of a token's expert in a captured call of a few tokens, all of which have slots."""
     tokens = min(TOKENS, calls.tokens)
     slots = calls.places.start + torch.arange(g.experts, dtype=torch.int32, device=device) % len(calls.places)
     x = torch.ones((tokens, g.hidden), dtype=torch.bfloat16, device=device)

@@ -20,7 +20,7 @@ from moetier.tiers.step import Step
 
 @dataclass(frozen=True)
 class Told:
-    """What the steps tell of themselves since the start, a row a layer.
+    """Counts of the steps since the start, a row a layer.
 
     heat int32 [layers, experts] and counts int64 [layers, COUNTS] on the device; cpu_ns: the CPU's nanoseconds of a
     layer, by its index.
@@ -33,7 +33,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a step left, on its way to the host, with the slots that the step ran with."""
+    """Counts of a step on their way to the host, with the slots that the step ran with."""
 
     heat: torch.Tensor
     counts: torch.Tensor
@@ -143,7 +143,7 @@ class Refiller:
 
 
 def _by_row(rows: NDArray[np.intp], columns: NDArray[np.intp], count: int) -> list[NDArray[np.int32]]:
-    """Of each of `count` rows, its columns, int32; rows [D] ascending, as np.nonzero gives both."""
+    """Return the columns of each of `count` rows, int32; rows [D] ascending, as np.nonzero gives both."""
     bounds = np.searchsorted(rows, np.arange(count + 1)).tolist()
     experts: NDArray[np.int32] = columns.astype(np.int32)
     return [experts[begin:end] for begin, end in pairwise(bounds)]

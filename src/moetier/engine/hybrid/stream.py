@@ -211,7 +211,7 @@ class Streamer:
         self.path.combine(started.call, out)
 
     def _begin(self) -> None:
-        """What the current stream was given so far may read any staging slot; from now on they are ours."""
+        """Take all staging slots, once the current stream is past what it was given so far."""
         self._free = [self._lane.compute_mark()] * len(self._groups)
         self.ledger.host_takes()
 

@@ -36,7 +36,7 @@ class OvertakenError(Exception):
 
 @dataclass(frozen=True)
 class Alone:
-    """What the mailbox answers from where nobody helps: the store's files, and the part of each record that is read.
+    """Sources of the mailbox's answers where nobody helps: the store's files, and the part of each record that is read.
 
     files: open for reading, one a layer; sums: xxh3_64 of each slice, uint64 [experts, slices] of each layer. Sizes in
     bytes: `bytes` from `start` of a record on are read, the part begins at `shift` of that and has `used`. Everything
@@ -109,7 +109,7 @@ class Mailbox:
         assert all(table.shape == (g.experts,) and table.dtype == np.uint64 for table in tables)
         self._mail, self._tables, self._kernel, self._alone = mail, list(tables), kernel, alone
         self._rows = np.zeros_like(mail.rows)
-        """Of whoever helps: what comes too late must not reach the mailbox."""
+        """Rows of whoever helps: those that come too late must not reach the mailbox."""
         self._native = _native.Mailbox(
             pool.native,
             kernel.native,
@@ -166,7 +166,7 @@ class Mailbox:
         return self._native.counts()
 
     def layer_nanoseconds(self, layer: int) -> int:
-        """What the requests of a layer took so far."""
+        """Return what the requests of a layer took so far."""
         return self._native.layer_nanoseconds(layer)
 
     def close(self) -> None:

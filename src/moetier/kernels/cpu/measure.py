@@ -13,7 +13,7 @@ from moetier.kernels.cpu.pool import ThreadPool
 CONTENDERS = 3
 """Ways that are compared a second time."""
 TRIED_BYTES = 1 << 30
-"""Of memory, what is read to compare ways."""
+"""Bytes of memory that are read to compare ways."""
 
 
 class ReadWay(NamedTuple):

@@ -1,4 +1,4 @@
-"""What every device path gives and gets: the sizes of a call, its buffers, its interface."""
+"""Interface of every device path: the sizes of a call, its buffers, its interface."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sizes:
         return RecordLayout.of(self.geometry)
 
     def macros(self, box_tokens: int) -> dict[str, str | int]:
-        """What every CUDA source is compiled with. box_tokens: for hybrid steps of at most so many tokens, or 0."""
+        """Return the macros of every CUDA source. box_tokens: for hybrid steps of at most so many tokens, or 0."""
         g = self.geometry
         macros: dict[str, str | int] = {
             "HIDDEN": g.hidden,

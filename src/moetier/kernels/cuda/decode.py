@@ -27,7 +27,7 @@ NOT_HYBRID = HybridStep()
 
 @dataclass(frozen=True)
 class Activations:
-    """What the kernels hand on: x and h in int8, and of each block of 32 its exponent (and more: struct Meta)."""
+    """Activations that the kernels hand on: x and h in int8, and the exponent of each block of 32 (see struct Meta)."""
 
     q: torch.Tensor
     meta: torch.Tensor
@@ -65,7 +65,7 @@ class OneSizes:
 
 @dataclass(frozen=True)
 class OneDevice:
-    """What one.cu's sizes depend on."""
+    """Facts of a device that one.cu's sizes depend on."""
 
     multiprocessors: int
     shared_bytes_a_block: int
@@ -151,7 +151,7 @@ RING = RingSizes()
 
 
 def few_macros(sizes: Sizes, box_tokens: int = 0) -> dict[str, str | int]:
-    """What decode.cu is compiled with. box_tokens: for hybrid steps of at most so many tokens."""
+    """Return what decode.cu is compiled with. box_tokens: for hybrid steps of at most so many tokens."""
     depths = {"UP_DEPTH": RING.up_depth, "DOWN_DEPTH": RING.down_depth}
     stages = {"UP_BLOCKS_A_STAGE": RING.up_blocks, "DOWN_BLOCKS_A_STAGE": RING.down_blocks}
     return sizes.macros(box_tokens) | depths | stages | {"GROUP": GROUP}

@@ -54,7 +54,7 @@ class Mail:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the step's plan is made from, in nanoseconds: see `Costs` of protocol.h."""
+    """Costs that the step's plan is made from, in nanoseconds: see `Costs` of protocol.h."""
 
     cpu_call: float
     cpu_expert: float
@@ -75,7 +75,7 @@ ALL_STREAM = Costs(1e12, 1e12, 0.0, 0.0, 1e12, 0.0)
 
 @dataclass(frozen=True)
 class LayerTables:
-    """Of one layer: its number among the layers, where experts are on the device and in DRAM, and its heat.
+    """Tables of one layer: its number among the layers, where experts are on the device and in DRAM, and its heat.
 
     slot_table int32 [experts] on the device; records uint64 [experts] pinned: address of each expert's record in DRAM
     that the device may read, 0 where it may not; heat uint32 (as int32) [experts] on the device: pairs so far; counts

@@ -34,7 +34,7 @@ def _ok(result: tuple[Any, ...], what: str, log: str = "") -> Any:
 
 
 def architecture(device: torch.device) -> str:
-    """What kernels for a device are compiled for, like "sm_80"; wgmma is only in "sm_90a"."""
+    """Return what kernels for a device are compiled for, like "sm_80"; wgmma is only in "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}{'a' if major == 9 else ''}"
 
@@ -79,7 +79,7 @@ def compile_source(source: str, macros: Mapping[str, str | int], arch: str) -> t
 
 
 def _read(size_of: Callable[..., Any], write_into: Callable[..., Any], program: Any) -> bytes:
-    """What NVRTC writes into bytes of ours: never into a single one (an empty log), which Python shares among all."""
+    """Return what NVRTC writes into bytes of ours: never into a single one (an empty log), which Python shares."""
     size = _ok(size_of(program), "reading NVRTC's output")
     room: bytes = b" " * (size + 2)
     _ok(write_into(program, room), "reading NVRTC's output")
@@ -127,7 +127,7 @@ class Kernel:
         _ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes), f"asking for {shared_bytes} B shared memory")
 
     def _make_config(self, dependent: bool, together: bool) -> Any:
-        """What launches of one kind have in common."""
+        """Return what launches of one kind have in common."""
         driver, attributes = self._driver, []
         config = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1

@@ -54,7 +54,7 @@ def panel_sizes(arch: str, shared_bytes_a_block: int) -> PanelSizes:
 
 
 def prefill_macros(sizes: Sizes, panel: PanelSizes, box_tokens: int = 0) -> dict[str, str | int]:
-    """What prefill.cu is compiled with. box_tokens: for hybrid steps of at most so many tokens."""
+    """Return what prefill.cu is compiled with. box_tokens: for hybrid steps of at most so many tokens."""
     sizes_of_ring = {"DEPTH": panel.depth, "STAGE_BLOCKS": panel.stage_blocks, "WGMMA": int(panel is WGMMA)}
     return sizes.macros(box_tokens) | sizes_of_ring
 

@@ -131,7 +131,7 @@ def _memory(nvml: Any, handle: Any, root: Path) -> tuple[int, int | None]:
 
 
 def _numa_node(root: Path, bus_id: str) -> int | None:
-    """Of the host's memory next to the device; NVML writes eight digits of the domain, the kernel four."""
+    """Return the host's memory node next to the device; NVML writes eight digits of the domain, the kernel four."""
     domain, _, rest = bus_id.lower().partition(":")
     return bus_facts(root, f"{domain[-4:]}:{rest}")["numa_node"]
 
@@ -195,14 +195,14 @@ def _from_torch(root: Path) -> Iterator[Gpu]:
 
 
 def _address(properties: Any) -> str:
-    """Of the device on the bus, in the kernel's form; older builds do not tell."""
+    """Return the device's address on the bus, in the kernel's form; older builds do not tell."""
     if not hasattr(properties, "pci_domain_id"):
         return "unknown"
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def bus_facts(root: Path, address: str) -> BusFacts:
-    """What the kernel tells: the least of the device and the port above it is what both can reach."""
+    """Return what the kernel tells: the least of the device and the port above it is what both can reach."""
     device = (root / "sys/bus/pci/devices" / address).resolve()
     widths = [number(folder / "max_link_width") for folder in (device, device.parent)]
     generations = [_generation(folder / "max_link_speed") for folder in (device, device.parent)]
@@ -216,6 +216,6 @@ def bus_facts(root: Path, address: str) -> BusFacts:
 
 
 def _generation(path: Path) -> int | None:
-    """Of a speed such as "16.0 GT/s PCIe"."""
+    """Return the generation of a speed such as "16.0 GT/s PCIe"."""
     words = (text(path) or "").split()
     return PCIE_GENERATIONS.get(words[0].removesuffix(".0")) if words else None

@@ -40,7 +40,7 @@ SMALL = 1 << 28
 
 @dataclass(frozen=True)
 class RemoteReport:
-    """What a build from a repository did. fetched: bytes of shards that came over the network."""
+    """Report of a build from a repository. fetched: bytes of shards that came over the network."""
 
     build: BuildReport
     commit: str
