@@ -21,14 +21,14 @@ import aiohttp
 from moetier_bench.samples import Stream
 
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError, TypeError, AttributeError, RecursionError)
-"""What a server's failure or nonsense raises here."""
+"""Exceptions of a server's failure or nonsense."""
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 """So that every chunk says how many tokens there are by then."""
 
 
 @dataclass
 class Recorder:
-    """What is seen of one answer while it streams; `cut` may be set by another task to close it."""
+    """Observation of one answer while it streams; `cut` may be set by another task to close it."""
 
     due: float
     sent: float = 0.0

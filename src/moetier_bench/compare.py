@@ -125,7 +125,7 @@ def _mcnemar(task: paired.Paired) -> Line:
 
 
 def _loss(texts: paired.PairedTexts) -> Line:
-    """Of texts: worse where the mean difference is above zero by more than twice its standard error."""
+    """Judge texts: worse where the mean difference is above zero by more than twice its standard error."""
     text = f"{texts.loss_a:.5f} and {texts.loss_b:.5f} nats a token over {texts.texts} texts"
     if texts.standard_error is None:
         return Line(texts.task, Verdict.UNPROVEN, text)
@@ -257,7 +257,7 @@ def same_answers(a: Result, b: Result) -> str:
 
 
 def _coding(result: Result) -> dict[str, tuple[Stream, int]]:
-    """Of each coding question its first answer, and the tokens that it could have."""
+    """Return the first answer of each coding question, and the tokens that it could have."""
     return {
         trial.label: (trial.streams[0], section.probe.max_tokens)
         for section in result.sections

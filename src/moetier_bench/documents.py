@@ -65,7 +65,7 @@ class Serve(Frozen):
     start_seconds: float = Field(1200, gt=0)
     """Longer than any start takes."""
     most_starts: int | None = Field(None, ge=1)
-    """Of those that a suite asks for, where starts take too long to repeat them; None: all."""
+    """Starts of those that a suite asks for, where they take too long to repeat them; None: all."""
 
     @model_validator(mode="after")
     def _words_can_be_given(self) -> Serve:
@@ -95,7 +95,7 @@ class Requires(Frozen):
     host_gib: float = Field(default=1, gt=0)
     gpus: int = Field(default=0, ge=0)
     gpu_gib: float = Field(default=0, ge=0)
-    """Of each."""
+    """GiB of each."""
 
 
 class Recipe(Frozen):
@@ -131,7 +131,7 @@ class MachineFile(Frozen):
 
     @property
     def identity(self) -> str:
-        """Of the hardware, as the doctor computes it."""
+        """Identity of the hardware, as the doctor computes it."""
         return hardware_identity(self.cpu, self.memory, self.gpus)
 
 

@@ -1,4 +1,4 @@
-"""What happens on the machine meanwhile: CPUs that others use, energy, and what the server's processes hold."""
+"""Meters of the machine meanwhile: CPUs that others use, energy, and what the server's processes hold."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EnergyCounter:
 
 
 class Footprint(Frozen):
-    """What the server's processes hold together. pss: shared pages divided among those who share them."""
+    """Memory of the server's processes together. pss: shared pages divided among those who share them."""
 
     at: float
     rss_mib: float
@@ -164,7 +164,7 @@ def busy_seconds(stat: str, cpus: set[int]) -> float:
 
 
 def rapl_counters(root: Path) -> list[EnergyCounter]:
-    """Of whole packages, where the kernel lets us read them; their parts, and the platform, would count twice."""
+    """Return the counters of whole packages, if we may read them; their parts, and the platform, would count twice."""
     found = []
     for name in sorted(root.glob("intel-rapl:*/name")):
         energy = name.with_name("energy_uj")
@@ -198,7 +198,7 @@ def nvml_devices() -> list[tuple[Any, Any]]:
 
 
 def nvml_counters(devices: Sequence[tuple[Any, Any]]) -> list[EnergyCounter]:
-    """Of each device, all of it, by whomever it is used."""
+    """Return the counters of each device, all of it, by whomever it is used."""
     found = []
     for library, device in devices:
         read = partial(_millijoules, library, device)

@@ -1,4 +1,4 @@
-"""What no measurement can be, whatever its hashes say: time that runs backwards, more tokens than were asked for."""
+"""Find what no measurement can be, whatever its hashes say: time that runs backwards, too many tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moetier_bench.samples import Stream, Trial
 CLOCK = 2e-3
 """Seconds that two readings of one clock may seem apart: a timer wakes a little early, times are rounded."""
 FEW = 3
-"""Of a kind, as many are named."""
+"""Findings of a kind, as many are named."""
 SPARE = 0.05
 """Part by which a figure may lie above its limit: clocks and counters are read one after the other."""
 MOST_TOKENS_PER_S = 1e6
-"""Of one stream: a hundred times what the fastest accelerators make."""
+"""Tokens a second of one stream: a hundred times what the fastest accelerators make."""
 PARTS = (
     ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     ("vllm:prompt_tokens_cached_total", "vllm:prompt_tokens_total"),

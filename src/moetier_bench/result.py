@@ -45,7 +45,7 @@ class Served(Frozen):
     """CPUs that the idle server used."""
     idle_watts: float | None = None
     energy_of: tuple[str, ...] = ()
-    """What joules count."""
+    """Name of what joules count."""
     placed: dict[str, int] = Field(default_factory=dict)
     """Records by the tier that they were in when it was ready; all: of the model."""
     right_at_end: int | None = None
@@ -133,7 +133,7 @@ class Result(Frozen):
     boot: tuple[Cell, ...] = ()
     sections: tuple[Section, ...] = ()
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Of `moetier prove`: what the identity check found."""
+    """Findings of the identity check of `moetier prove`."""
     sha256: str = ""
 
     @property

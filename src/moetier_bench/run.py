@@ -31,7 +31,7 @@ COUNTED_SECONDS = 1.5
 """After so long, our counters in /metrics have what was counted."""
 INTERRUPTED = "it was interrupted"
 FAILS = (BenchError, EvalError, aiohttp.ClientError, OSError, TimeoutError)
-"""What a server's failure raises here."""
+"""Exceptions of a server's failure."""
 Say = Callable[[str], None]
 
 
@@ -45,7 +45,7 @@ class _Boot:
 
 @dataclass
 class _Found:
-    """What a suite has gathered so far. broken: whether its probes did not end by themselves."""
+    """Gathered results of a suite so far. broken: whether its probes did not end by themselves."""
 
     suite: Suite
     began: str = field(default_factory=lambda: _now())
@@ -66,7 +66,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be run, all of it checked. suites: one after the other, of one server; sets: folders of evaluation
+    """A run, all of it checked. suites: one after the other, of one server; sets: folders of evaluation
     sets; within: seconds for the probes of all suites.
     """
 

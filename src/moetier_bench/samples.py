@@ -1,4 +1,4 @@
-"""What a measurement keeps (streams, trials, cells) and the arithmetic on it: figures recompute from the streams."""
+"""Samples of a measurement (streams, trials, cells) and the arithmetic on them: figures recompute from the streams."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def sdist_members(path: Path) -> Iterator[tuple[str, IO[bytes], bool]]:
 
 
 class _Limited:
-    """What was packed, up to as many bytes as an sdist may have: neither a file nor a header can be larger."""
+    """Unpacked bytes, up to as many as an sdist may have: neither a file nor a header can be larger."""
 
     def __init__(self, path: Path, file: IO[bytes] | gzip.GzipFile) -> None:
         self._path, self._file, self._read = path, file, 0

@@ -80,7 +80,7 @@ class Source(Strict):
 
 
 class Exclude(Strict):
-    """What a profile must not contain."""
+    """Exclusion from a profile."""
 
     distributions: tuple[Name, ...] = ()
     modules: tuple[Line, ...] = ()

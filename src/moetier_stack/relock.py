@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Update:
-    """Of one project: the newest version in range, or this one."""
+    """Update of one project: the newest version in range, or this one."""
 
     project: str
     version: Version | None = None
@@ -210,7 +210,7 @@ def _pinned(file: File) -> Pinned:
 
 
 def _say_changes(old: Lock | None, new: Lock, say: Say) -> None:
-    """What moved, and what depends on it and is therefore not valid any more."""
+    """Say what moved, and what depends on it and is therefore not valid any more."""
     if old is None:
         return
     for name, source in new.sources.items():

@@ -1,4 +1,4 @@
-"""What becomes of a carry in another version of its project: applies, needs a rebase, landed, partly landed."""
+"""Fate of a carry in another version of its project: applies, needs a rebase, landed, partly landed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class State(StrEnum):
     LANDED = "landed"
     PARTLY = "partly landed"
     BLANK = "changes white space only"
-    """Of a hunk: nothing in it can land."""
+    """State of a hunk of which nothing can land."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class CarryStatus:
     state: State
     hunks: tuple[HunkStatus, ...]
     note: str = ""
-    """What git says where each hunk for itself would apply."""
+    """Note of git where each hunk for itself would apply."""
     moved: bool = False
     """Whether it applies at other lines than it names: git finds them, `stack lock` does not look."""
 

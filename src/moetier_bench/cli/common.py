@@ -1,4 +1,4 @@
-"""What the verbs of `moetier bench` share: options, progress, the packages that they need."""
+"""Share among the verbs of `moetier bench`: options, progress, the packages that they need."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from moetier_bench.cli.common import HERE, Json, Root, findings, wanted
 
 
 def list_documents(root: Root = HERE, as_json: Json = False) -> None:
-    """What there is: recipes, machines, suites."""
+    """List recipes, machines and suites."""
     wanted()
     from moetier_bench.documents import Library
 

@@ -48,7 +48,7 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
 
 
 def _pairs(pairs: list[str], option: str) -> dict[str, str]:
-    """Of NAME=VALUE."""
+    """Return the pairs of NAME=VALUE."""
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise typer.BadParameter(f"expected NAME=VALUE, found {wrong[0]!r}", param_hint=option)
     return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}

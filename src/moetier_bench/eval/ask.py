@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 CLOSE_THINKING = "</think>"
 TOO_LONG = "context length"
-"""What vLLM's refusal of a prompt that does not fit the model's positions says."""
+"""Words of vLLM's refusal of a prompt that does not fit the model's positions."""
 
 NO_PARSER = "--tool-call-parser"
-"""What vLLM's refusal of tools says where it was started without a parser for them."""
+"""Words of vLLM's refusal of tools where it was started without a parser for them."""
 PARSERS = (
     "; start the server with the model's parsers after --, for the bundled model -- --enable-auto-tool-choice "
     "--tool-call-parser glm45 --reasoning-parser glm45, or leave out sets with tools (--task names those to ask)"

@@ -12,7 +12,7 @@ from moetier_bench.eval.report import Report, Result
 
 ALL = "all"
 Pair = tuple[Result, Result]
-"""What A and B found of one item."""
+"""Results of A and B of one item."""
 
 
 @dataclass(frozen=True)

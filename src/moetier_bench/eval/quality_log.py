@@ -102,7 +102,7 @@ def _answered(report: Report) -> list[Result]:
 
 
 def verdict(comparison: Comparison) -> Verdict | None:
-    """Of the reference (A) against a variant (B); None where they share no question."""
+    """Judge the reference (A) against a variant (B); None where they share no question."""
     if not comparison.tasks:
         return None
     total = comparison.tasks[-1]

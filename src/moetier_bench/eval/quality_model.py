@@ -30,7 +30,7 @@ from moetier_bench.eval.quality_numerics import ARITHMETICS, OURS, VARIANTS, Ari
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one routed-expert layer was called with: x [T, hidden], ids and route weights [T, top_k]."""
+    """Inputs of one routed-expert layer: x [T, hidden], ids and route weights [T, top_k]."""
 
     x: Tensor
     ids: Tensor

@@ -74,7 +74,7 @@ class Arithmetic:
 
 
 TRUTH = Arithmetic("float64", torch.float64)
-"""What errors are measured against."""
+"""The format that errors are measured against."""
 REFERENCE = "reference"
 OURS = "ours"
 ARITHMETICS = {

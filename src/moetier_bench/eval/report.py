@@ -1,4 +1,4 @@
-"""What an evaluation found: one result per item, scores per task, and the file that keeps them for pairing."""
+"""Results of an evaluation: one result per item, scores per task, and the file that keeps them for pairing."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Result:
     tokens: int = 0
     seconds: float = 0.0
     nats: float | None = None
-    """Of a text: minus the log of its likelihood. None: a question."""
+    """Nats of a text: minus the log of its likelihood. None: a question."""
     bytes: int = 0
-    """Of a text, in UTF-8."""
+    """Bytes of a text, in UTF-8."""
 
 
 _RESULTS = TypeAdapter(tuple[Result, ...])

@@ -28,7 +28,7 @@ class Coding(Probe):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens of an answer."""
         return self.max_tokens
 
     def trials_of(self, raw: Raw) -> dict[str, int] | None:
@@ -108,7 +108,7 @@ class Mixed(Probe):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens of an answer."""
         return self.max_tokens
 
     def trials_of(self, raw: Raw) -> dict[str, int] | None:

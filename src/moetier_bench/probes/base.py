@@ -1,4 +1,4 @@
-"""What a probe is: parameters that can be written in a suite, a measurement, and the pure way from it to cells."""
+"""A probe: parameters that can be written in a suite, a measurement, and the pure way from it to cells."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _each_once(values: tuple[Named, ...]) -> tuple[Named, ...]:
 
 
 Counts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_each_once)]
-"""Of streams or tokens: at least one, each once, since each names a cell."""
+"""Counts of streams or tokens: at least one, each once, since each names a cell."""
 Tasks = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_each_once)]
 """Names of evaluation sets."""
 
 
 class Raw(Frozen):
-    """What a probe measured. skipped: by the cell's name, why a part was not measured."""
+    """Measurement of a probe. skipped: by the cell's name, why a part was not measured."""
 
     trials: tuple[Trial, ...] = ()
     answers: tuple[Answer, ...] = ()
@@ -74,7 +74,7 @@ def undisturbed(trial: Trial, limit: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """What is measured: a server, the prompts for it, the meter beside it. sets: folders of evaluation sets.
+    """Target of a measurement: a server, the prompts for it, the meter beside it. sets: folders of evaluation sets.
 
     deadline: by time.monotonic(), when a probe of minutes ends although its time is not over. calm: of this probe.
     """

@@ -20,7 +20,7 @@ class Prefill(Probe):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens of an answer."""
         return 1
 
     def trials_of(self, raw: Raw) -> dict[str, int] | None:
@@ -64,7 +64,7 @@ class Growth(Probe):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens of an answer."""
         return self.tokens
 
     def trials_of(self, raw: Raw) -> dict[str, int] | None:

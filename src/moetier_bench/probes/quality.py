@@ -41,7 +41,7 @@ class Quality(Probe):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens of an answer."""
         return self.max_tokens
 
     async def measure(self, target: Target) -> Raw:
@@ -99,7 +99,7 @@ class Soak(Probe):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens of an answer."""
         return self.max_tokens
 
     async def measure(self, target: Target) -> Raw:

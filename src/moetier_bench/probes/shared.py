@@ -1,4 +1,4 @@
-"""What streams do to each other: a prefix that many share, and a long prompt that enters beside running streams."""
+"""Measure what streams do to each other: a prefix that many share, a long prompt beside running streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prefix(Probe):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of an answer."""
+        """Tokens of an answer."""
         return ANSWER
 
     def trials_of(self, raw: Raw) -> dict[str, int] | None:
