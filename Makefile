@@ -59,12 +59,13 @@ bench: setup
 	done; \
 	$(BIN)/moetier bench check; $(BIN)/moetier bench render
 
-## check      set up, then lint, check types, formatting and the lines of each room
+## check      set up, then lint, check types, formatting, the lines of each room and the words
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/size.py
+	$(BIN)/python tools/words.py
 	@echo "clang-format native"; $(NATIVE) | xargs -r $(BIN)/clang-format --dry-run -Werror
 
 ## format     set up, then format everything that `make check` looks at

@@ -2,7 +2,8 @@
 
     python tools/words.py [--list]
 
-Prints a table by page and folder. --list names every docstring that begins so.
+Prints a table by page and folder. --list names every docstring that begins so. Exit 1 if one of src/ does: it shall
+begin with a verb, or with the thing that it names.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def main() -> int:
                 count[0] += 1
                 if BAD_START.match(text):
                     count[1] += 1
-                    if listing:
+                    if listing or name.startswith("src/"):
                         print(f"{name}:{line}: {text.splitlines()[0]}")
     print(f"{'page':<24} {'sentences':>9} {'words each':>10} {'over 30':>8}")
     for name, found in pages.items():
@@ -70,7 +71,7 @@ def main() -> int:
     print(f"\n{'docstrings of':<24} {'all':>9} {'Of, What':>10} {'share':>8}")
     for folder, (total, bad) in counts.items():
         print(f"{folder:<24} {total:>9} {bad:>10} {bad / total if total else 0:>8.1%}")
-    return 0
+    return int(counts["src"][1] > 0)
 
 
 if __name__ == "__main__":
