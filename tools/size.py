@@ -29,7 +29,7 @@ ROOMS: dict[str, int] = {
     "src/moetier/launch/": 2920,
     "src/moetier/vllm/": 1990,  # the sentinel's metrics, start and end
     "src/moetier/transformers/": 220,
-    "src/moetier/cli/": 1420,
+    "src/moetier/cli/": 1430,
     "src/moetier/budget.py": 180,  # items of plan and plugin, sizing of slots
     "src/moetier/settings.py": 200,
     "src/moetier/amounts.py": 80,

@@ -114,6 +114,16 @@ def _machine(path: Path, found: Machine) -> Path:
     return path
 
 
+@remedy("cli/plan.py", "leave --draft-tokens out")
+def test_a_drafter_that_is_left_out_is_not_planned_with(trouble: Trouble, tmp_path: Path) -> None:
+    """Its experts are of another geometry, so a server would refuse to speculate with it."""
+    model = made.ROWS["drafter"][0](tmp_path / "model")
+    with trouble:
+        moetier("plan", model, *NONE, "--draft-tokens", "2")
+    assert "tokens/s" in moetier("plan", model, *NONE)
+    trouble.gone()
+
+
 @pytest.mark.parametrize("way", ["hidden", "in-words"])
 @remedy("plan/hardware.py", "expected GPUs of one size")
 def test_cards_of_two_sizes(trouble: Trouble, model: Path, way: str) -> None:

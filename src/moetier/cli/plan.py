@@ -12,7 +12,8 @@ import typer
 from moetier.budget import GIB
 from moetier.cli.asked import Asked, asking
 from moetier.cli.options import SkipSupportCheck
-from moetier.decision.decide import Decision
+from moetier.decision.decide import Decision, Drafter
+from moetier.decision.row import Level
 from moetier.doctor.examine import software
 from moetier.errors import SettingsError
 from moetier.files import write_output
@@ -70,6 +71,9 @@ def plan(
         if as_json and decision.refusals(skip_support_check):
             print(json.dumps({"model": model, "served": False, "decision": decision.to_json()}))
         refuse(decision, skip_support_check, as_json)
+        if asked.draft_tokens is not None and decision.drafter is Drafter.LEFT_OUT:
+            why = next(reason.text for reason in decision.reasons if reason.level is Level.NO_DRAFTER)
+            raise SettingsError(f"{model} {why}; leave --draft-tokens out")
     geometry = headers.geometry(asked.kv_bytes_per_token)
     if geometry_out is not None:
         _write(geometry_out, geometry.model_dump_json(indent=1) + "\n")
