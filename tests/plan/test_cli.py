@@ -98,7 +98,7 @@ def test_a_geometry_file_plans_as_its_checkpoint(nano, tmp_path):
         (("deepseek-v4.1-flash", "--machine", "absent.json"), "absent.json"),
         (("deepseek-v4.1-flash", *FOUR, "--workload", "heavy"), "short, mixed, deep"),
         (("deepseek-v4.1-flash", *FOUR, "--engine", "vllm-cpu"), "leave --engine out"),
-        (("deepseek-v4.1-flash", *FOUR, "--draft-tokens", "3", "--accepted", "9"), "at most 4"),
+        (("deepseek-v4-flash", *FOUR, "--draft-tokens", "3", "--accepted", "9"), "at most 4"),
         (("deepseek-v4.1-flash", *FOUR, "--accepted", "2"), "say --draft-tokens too"),
         (("deepseek-v4.1-flash", *FOUR, "--dram-records", "-1"), "a share such as 25%"),
         (("deepseek-v4.1-flash", *FOUR, "--kv-format", "int3"), "int3"),
