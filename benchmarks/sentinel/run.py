@@ -86,18 +86,18 @@ def detection(store: Path, share: float, faults: int) -> dict[str, Any]:
         traffic.step()
     times = []
     begun, before = time.perf_counter(), (counted.us, counted.records, counted.rounds)
-    for number in range(faults):
+    while len(times) < faults:
         for _ in range(choice.randrange(50)):
             traffic.step()  # the sentinel is anywhere in its round
-        layer = choice.choice([layer for layer in traffic.layers if layer.tier.resident.size])
-        record = layer.tier.record(choice.choice(layer.tier.resident.tolist()))
+        tier = choice.choice([layer.tier for layer in traffic.layers if layer.tier.resident.size])
+        expert = choice.choice(tier.resident.tolist())
+        record, address = tier.record(expert), int(tier.addresses[expert])
         record[choice.randrange(record.size)] ^= 1 << choice.randrange(8)
         flipped = time.perf_counter()
-        while counted.wrong_records + counted.wrong_calls <= number:
+        while counted.wrong_records <= len(times) and int(tier.addresses[expert]) == address:
             traffic.step()
-        while counted.wrong_records <= number:
-            traffic.step()
-        times.append(time.perf_counter() - flipped)
+        if counted.wrong_records > len(times):  # else it was evicted before it was looked at, and is gone
+            times.append(time.perf_counter() - flipped)
     seconds = time.perf_counter() - begun
     cost = (counted.us - before[0]) / 1e6 / seconds
     in_dram = sum(layer.tier.resident.size for layer in traffic.layers) + faults / 2
