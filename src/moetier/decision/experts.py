@@ -62,12 +62,12 @@ def keys_row(f: Facts, here: Here) -> Iterator[Found]:
 
 
 def kinds_row(f: Facts, here: Here) -> Iterator[Found]:
-    for layer in f.own_layers:  # a drafter that cannot be read is left out
-        kind = kind_of(f.parts[layer], f.config) if layer in f.parts else None
-        if kind is not None and not kind.read:
+    for layer, parts in f.own_parts.items():
+        kind = kind_of(parts, f.config)
+        if not kind.read:
             yield Found(
                 f"has experts in a format that moetier does not read: {kind.name} (layer {layer.number}: "
-                f"{sample(f.parts[layer])})",
+                f"{sample(parts)})",
                 INSTEAD,
             )
             return
@@ -84,7 +84,7 @@ def sizes_row(f: Facts, here: Here) -> Iterator[Found]:
 
 def biases_row(f: Facts, here: Here) -> Iterator[Found]:
     biased = f.model_type.startswith(BIASED)
-    for parts in (f.parts[layer] for layer in f.own_layers if layer in f.parts):
+    for parts in f.own_parts.values():
         fused = (name for name in parts.fused if re.search(r"(?:^|[._])bias$", name))
         single = (f"{matrix}.bias" for matrix, found in parts.matrices.items() if "bias" in found)
         biased = biased or next(fused, None) is not None or next(single, None) is not None

@@ -176,6 +176,11 @@ class Facts:
         return tuple(layer for layer in self.layers if not 0 < self.hidden_layers <= layer.number)
 
     @property
+    def own_parts(self) -> dict[MoeLayer, ExpertParts]:
+        """Those of `parts` that are the model's own: a drafter that cannot be read is left out."""
+        return {layer: self.parts[layer] for layer in self.own_layers if layer in self.parts}
+
+    @property
     def draft_layers(self) -> tuple[MoeLayer, ...]:
         return tuple(layer for layer in self.layers if 0 < self.hidden_layers <= layer.number)
 
