@@ -82,10 +82,7 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
     }
     ranks = {
         name: CounterMetricFamily(f"moetier_{metric}", text, labels=["rank"])
-        for name, (metric, text) in PER_RANK.items()
-    }
-    checks = {
-        name: CounterMetricFamily(f"moetier_{metric}", text, labels=["rank"]) for name, (metric, text) in CHECKS.items()
+        for name, (metric, text) in (PER_RANK | CHECKS).items()
     }
     direct = GaugeMetricFamily(
         "moetier_store_direct", "Whether the store is read past the page cache (1) or through it (0)", labels=["rank"]
@@ -94,9 +91,7 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
         rank = str(snapshot.rank)
         direct.add_metric([rank], float(snapshot.direct))
         for name, family in ranks.items():
-            family.add_metric([rank], getattr(snapshot, name))
-        for name, family in checks.items():
-            family.add_metric([rank], getattr(snapshot.checks, name))
+            family.add_metric([rank], getattr(snapshot.checks if name in CHECKS else snapshot, name))
         for number, counters in snapshot.layers.items():
             place = [rank, str(number)]
             rate.add_metric(place, counters.hit_rate)
@@ -104,7 +99,7 @@ def metrics(snapshots: list[Snapshot]) -> list[Metric]:
                 family.add_metric(place, getattr(counters, name))
             for tier, name in TIERS.items():
                 reads.add_metric([*place, tier], getattr(counters, name))
-    return [rate, reads, *families.values(), *ranks.values(), *checks.values(), direct]
+    return [rate, reads, *families.values(), *ranks.values(), direct]
 
 
 class MoetierStatLogger(StatLoggerBase):
