@@ -158,8 +158,7 @@ class TieredModel:
         except AssertionError as error:
             raise IntegrityError(f"layer {number}: the DRAM tier does not agree with itself: {error}") from error
         for expert in map(int, tier.resident):
-            data = tier.record(expert)[self.part.shift :][: self.part.end - self.part.begin]
-            if wrong := self.store.problem(index, expert, data, self.part.first):
+            if wrong := self.store.problem(index, expert, self.part.of(tier.record(expert)), self.part.first):
                 raise IntegrityError(
                     f"layer {number}, expert {expert}: the record in DRAM has {wrong}; this machine's memory is at "
                     "fault, or moetier: do not trust its answers"

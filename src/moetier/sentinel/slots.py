@@ -21,9 +21,8 @@ class WatchedSlots:
         self._tiers, self._layers = tiers, layers
         on_device = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_device else None  # type: ignore[no-untyped-call]
-        part = tiers.part
         self._lock = Lock()  # the engine's thread cures while the sentinel's looks
-        self._host = torch.zeros(part.end - part.begin, dtype=torch.uint8, pin_memory=on_device)
+        self._host = torch.zeros(tiers.part.bytes, dtype=torch.uint8, pin_memory=on_device)
         """A record as the store's checksums take it: what slots leave out of its padding is zeros."""
 
     def experts(self) -> Iterator[tuple[int, int]]:

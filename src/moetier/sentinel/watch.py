@@ -28,7 +28,6 @@ from moetier.engine.recording import Call
 from moetier.kernels.cpu import CpuExperts, ThreadPool, available_isas
 from moetier.tiers.arena import Arena
 from moetier.tiers.dram import DramTier
-from moetier.tiers.part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +60,6 @@ class Suspect:
     wrong: str
 
 
-class Room:
-    """Memory for one record of a rank, where the kernels can read it."""
-
-    def __init__(self, part: Part) -> None:
-        arena = Arena(1, part.room, part.shift)
-        self.address = arena.address(0)
-        self.record = arena.view(0)[part.shift :][: part.end - part.begin]
-
-
 class Sentinel:
     """Watches a model's tiers from `start` to `close`.
 
@@ -81,7 +71,8 @@ class Sentinel:
         self._tiers, self._share, self._halt = tiers, share, halt
         self.checks: Checks = tiers.checks
         self._rng = np.random.default_rng(seed)
-        self._room = Room(tiers.part)
+        self._room = Arena(1, tiers.part.room, tiers.part.shift)
+        """For a record, where the kernels can read it."""
         self._pool = ThreadPool(1)
         others = [isa for isa in available_isas() if isa != tiers.kernel.isa]
         self.isa = others[0] if others else tiers.kernel.isa
@@ -108,6 +99,7 @@ class Sentinel:
         if self._started:
             return
         self._started = True
+        self._tiers.at_close(self.close)  # before what it looks at is gone: what comes last is called first
         self._tiers.context.sampler = self
         self._thread.start()
 
@@ -150,7 +142,7 @@ class Sentinel:
             assert self._slots is not None
             if not self._slots.problem(index, expert):
                 return  # it was refilled meanwhile, or is cured already
-            right = np.empty_like(self._room.record)
+            right = np.empty(self._tiers.part.bytes, np.uint8)
             self._read(index, expert, right)
             done, where = self._slots.cure(index, expert, right), "its device slot"
         self.checks.wrong_records += 1
@@ -227,20 +219,21 @@ class Sentinel:
     def _wrong(self, index: int, expert: int, address: int) -> str:
         """Say what is wrong with a record in DRAM, "" for nothing."""
         part = self._tiers.part
-        return self._tiers.store.problem(index, expert, _bytes_at(address, part.end - part.begin), part.first)
+        return self._tiers.store.problem(index, expert, _bytes_at(address, part.bytes), part.first)
 
     def _check_row(self, call: Call) -> None:
-        self._move_to(int(self._rng.choice(self._tiers.pool.cpus)))
-        found = self._computed(self._second, call)
+        found = self._computed(self._second, call, int(self._rng.choice(self._tiers.pool.cpus)))
         self.checks.calls += 1
         if not np.array_equal(found, call.out):
             self.checks.wrong_calls += 1
             self._tell(f"layer {self._number(call.layer)}: {self._diagnosis(call, found)}")
 
-    def _computed(self, kernel: CpuExperts, call: Call) -> NDArray[np.uint16]:
-        """Compute a row from bytes with the right checksums, one expert after the other."""
+    def _computed(self, kernel: CpuExperts, call: Call, cpu: int) -> NDArray[np.uint16]:
+        """Compute a row on one CPU from bytes with the right checksums, one expert after the other."""
+        with suppress(OSError):  # a CPU that was taken from us meanwhile
+            os.sched_setaffinity(threading.get_native_id(), {cpu})
         experts, _ = kernel.begin(call.x, call.ids, call.weights)
-        here = np.array([self._room.address], np.uint64)
+        here = np.array([self._room.address(0)], np.uint64)
         for place, expert in enumerate(map(int, experts)):
             self._fetch(call.layer, expert)
             kernel.gate_up(np.array([place], np.int32), here)
@@ -252,7 +245,7 @@ class Sentinel:
     def _fetch(self, index: int, expert: int) -> None:
         """Bring the right bytes of a record into our room: those in DRAM, or where they are not right the store's."""
         address = int(self._tiers.dram[index].addresses[expert])
-        ours = self._room.record
+        ours = self._tiers.part.of(self._room.view(0))
         if address:
             ours[:] = _bytes_at(address, ours.size)
             if not self._tiers.store.problem(index, expert, ours, self._tiers.part.first):
@@ -276,7 +269,7 @@ class Sentinel:
             if suspect := self._look(call.layer, expert, tier):
                 self._suspects.append(suspect)
                 return f"{what}: bytes were wrong, expert {expert} has {suspect.wrong}"
-        bad = [cpu for cpu in cpus if self._moved(cpu) and not np.array_equal(self._computed(serving, call), found)]
+        bad = [cpu for cpu in cpus if not np.array_equal(self._computed(serving, call, cpu), found)]
         if len(bad) == len(cpus):
             return (
                 f"{what}: arithmetic, {serving.isa} and {self.isa} differ from each other on every CPU: a fault of "
@@ -292,14 +285,6 @@ class Sentinel:
             f"{what}: once, for the same row is right on every CPU now and the bytes are right: memory that held the "
             "row or a core was at fault for a moment"
         )
-
-    def _moved(self, cpu: int) -> bool:
-        self._move_to(cpu)
-        return True
-
-    def _move_to(self, cpu: int) -> None:
-        with suppress(OSError):  # a CPU that was taken from us meanwhile
-            os.sched_setaffinity(threading.get_native_id(), {cpu})
 
     # -- both --------------------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class DiskReader:
             start=part.start,
             bytes=part.room,
             shift=part.shift,
-            used=part.end - part.begin,
+            used=part.bytes,
             slices=layout.slices,
             first_slice=part.first,
             slice_bytes=layout.slice_bytes,
@@ -187,7 +187,7 @@ class DiskReader:
         except OSError as error:
             return f"{where}: {error.strerror}", False
         part = self.part
-        wrong = self._store.problem(layer, expert, out[part.shift : part.shift + part.end - part.begin], part.first)
+        wrong = self._store.problem(layer, expert, part.of(out), part.first)
         return (f"{where}: {wrong}" if wrong else ""), True
 
     def _preadv(self, layer: int, room: memoryview, offset: int, where: str) -> int:

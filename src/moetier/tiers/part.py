@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moetier.contract import LayerGeometry, RecordLayout
 from moetier.contract.record import RECORD_ALIGNMENT
 from moetier.errors import SettingsError
@@ -63,6 +66,15 @@ class Part:
         """Byte after its last one; the record's padding belongs to the last part."""
         last = self.rank == self.ranks - 1
         return self.layout.stride if last else self.begin + self.count * self.layout.slice_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a record that are the part's."""
+        return self.end - self.begin
+
+    def of(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the part in what was read, uint8 [room] -> uint8 [bytes]: what the store's checksums are of."""
+        return room[self.shift : self.shift + self.bytes]
 
     @property
     def start(self) -> int:

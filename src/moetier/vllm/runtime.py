@@ -84,8 +84,7 @@ def tiered_model(vllm_config: Any) -> TieredModel:
             _check_no_draft_model(vllm_config)
             _models[key] = _open(settings, vllm_config)
             if settings.sentinel:
-                sentinel = _sentinels[key] = Sentinel(_models[key], settings.sentinel, halt=settings.halt_on_corruption)
-                _models[key].at_close(sentinel.close)
+                _sentinels[key] = Sentinel(_models[key], settings.sentinel, halt=settings.halt_on_corruption)
     return _models[key]
 
 
@@ -192,7 +191,6 @@ def hybrid_model(tiers: TieredModel, vllm_config: Any) -> HybridModel:
         tiers.at_close(model.close)
         if key in _sentinels:
             _sentinels[key].watch(WatchedSlots(tiers, model.layers, model.device))
-            tiers.at_close(_sentinels[key].close)  # before the slots are gone
         _hybrids[key] = model
     return _hybrids[key]
 

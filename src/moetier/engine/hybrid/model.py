@@ -88,7 +88,7 @@ class HybridModel:
         self.tiers, self.plan, self.device = tiers, plan, device
         part = tiers.part
         sizes = Sizes(part.narrow, tiers.store.manifest.layer_family)
-        self._bytes = min(part.end - part.begin, sizes.layout.stride)
+        self._bytes = min(part.bytes, sizes.layout.stride)
         self.slots = torch.zeros((plan.slots, sizes.layout.stride), dtype=torch.uint8, device=device)
         staging = range(plan.layers * plan.per_layer, plan.slots)
         self.path = HybridPath(sizes, plan.tokens, self.slots, staging, self._bytes, ALL_CPU, patience_seconds)
