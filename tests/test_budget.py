@@ -57,7 +57,7 @@ def served(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 def test_plan_launch_and_plugin_say_one_number(
     seed: int, nano: Path, served: tuple[Checkpoint, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same machine, whose memory is near what the model needs, so that any number of experts may fit."""
+    """Its memory is near what the model needs, so that any number of experts may fit."""
     random, (checkpoint, store) = Random(seed), served
     geometry = folder_headers(nano).geometry()
     asked, context = _asked(random), random.choice([256, 1024, 2048])

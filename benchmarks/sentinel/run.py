@@ -1,4 +1,4 @@
-"""What a sentinel finds, how soon, what it costs, and whether it ever tells what is right.
+"""Measure a sentinel: what it finds, how soon, at what cost, and whether it ever tells what is right.
 
     python benchmarks/sentinel/run.py STORE [--checks N] [--faults N] [--shares 0.005,0.02,0.1] [--json FILE]
 
@@ -29,7 +29,7 @@ from moetier.settings import Settings
 from moetier.store.store import Store
 
 RUNS = 5
-"""Of each cell, at least."""
+"""Faults of each cell, at least."""
 
 
 class Traffic:

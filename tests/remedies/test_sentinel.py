@@ -1,4 +1,4 @@
-"""What the sentinel advises, done: a core that computes wrongly is left out."""
+"""Do what the sentinel advises: a core that computes wrongly is left out."""
 
 from __future__ import annotations
 
